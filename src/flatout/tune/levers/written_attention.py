@@ -1,4 +1,4 @@
-"""Attention in compiled code by one fused kernel, where a library writes it out in products and a softmax.
+"""Attention in compiled code by one fused kernel, where a script or a library writes it out in products and a softmax.
 
 A script's own lines are rewritten by `memory.fused-attention`; those of an installed package are not ours to edit. Of the graph
 that torch.compile makes of both, `softmax(q @ k.T * scale) @ v` becomes `F.scaled_dot_product_attention`. Inductor has patterns
@@ -31,6 +31,7 @@ _OLDEST: Final = (8, 0)
 _SHORTEST: Final = 32
 _SMALL_PART: Final = 0.002
 _BATCHED: Final = ("aten.bmm", "aten.baddbmm")
+_MASKS: Final = ("aten.masked_fill", "aten.masked_fill_", "aten.where", "aten.add", "aten.add_", "aten.native_dropout")
 _SCORES: Final = ("bid,bjd->bij", "bhid,bhjd->bhij")
 _VALUES: Final = ("bij,bjd->bid", "bhij,bhjd->bhid")
 _PRODUCTS: Final = ("matmul", "bmm", "__matmul__")
@@ -48,28 +49,24 @@ class _SoftmaxOfProducts(NamedTuple):
     """From the product with the values inwards."""
 
 
-def hides_attention(evidence: Evidence) -> bool:
-    """Whether attention that takes some of a step is written out in lines that are not the script's own."""
-    products = {_of_two(t.shape) for o in evidence.operators if o.op in _BATCHED for t in o.outputs}
-    scores = {
-        _of_two(o.outputs[0].shape)
-        for o in evidence.operators
-        if o.op == "aten._softmax"
-        and o.outputs
-        and min(o.outputs[0].shape[-2:], default=0) >= _SHORTEST
-        and (source := evidence.source_of(o.source)) is not None
-        and source.library
-    }
+def writes_attention_out(evidence: Evidence) -> bool:
+    """Whether attention without a mask that takes some of a step is computed by products and a softmax."""
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for o in evidence.operators:
+        if o.outputs:
+            shapes.setdefault(o.op, set()).add(_of_two(o.outputs[0].shape))
+    scores = shapes.get("aten._softmax", set()) & set().union(*(shapes.get(op, set()) for op in _BATCHED))
+    masked = set().union(*(shapes.get(op, set()) for op in _MASKS))
+    scores = {shape for shape in scores - masked if min(shape[1:]) >= _SHORTEST}
     rows = [
-        i
-        for i, o in enumerate(evidence.operators)
-        if any(_of_two(t.shape) in scores & products for t in (*o.inputs, *o.outputs))
+        i for i, o in enumerate(evidence.operators) if any(_of_two(t.shape) in scores for t in (*o.inputs, *o.outputs))
     ]
     return operator_seconds(evidence, rows) > _SMALL_PART * evidence.steps.whole_s
 
 
 def _of_two(shape: Sequence[int]) -> tuple[int, ...]:
-    return (prod(shape[:-2]), *shape[-2:])
+    """Heads and samples on one axis, as batched products have them; (0, 0, 0) of fewer than two axes."""
+    return (prod(shape[:-2]), shape[-2], shape[-1]) if len(shape) >= 2 else (0, 0, 0)
 
 
 def written_attention_in_graphs() -> Callable[[], None]:

@@ -11,7 +11,6 @@ from torch import nn
 
 from flatout.core.errors import EditError, PlanError
 from flatout.core.records.lever import Candidate, Parameters, Refusal
-from flatout.core.records.workload import LibraryFrame
 from flatout.tune.levers.graph.compile import LEVER, edit
 
 
@@ -189,16 +188,19 @@ def test_where_the_device_is_busy_and_keys_are_repeated_graphs_read_them_once() 
     assert all(way["grouped_keys"] for way in _parameters(run) if "regions" not in way)
 
 
-@pytest.mark.parametrize("via", [(LibraryFrame(file="unets/attend.py", line=12),), ()])
-def test_where_the_device_is_busy_attention_that_a_library_writes_out_is_fused(via: tuple[LibraryFrame, ...]) -> None:
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_where_the_device_is_busy_attention_that_is_written_out_without_a_mask_is_fused(is_masked: bool) -> None:
     run = EvidenceBuilder(device_s=0.099)
-    line = run.line("train.py", 5, "y = unet(x)", via=via)
+    line = run.line("train.py", 5, "y = unet(x)")
     run.model(line)
     scores = tensor(2, 4, 64, 68)
     run.operator("aten._softmax", line, inputs=[scores], output=scores, op_s=0.01)
     assert not any("written_attention" in way for way in _parameters(run))
     run.operator("aten.bmm", line, output=tensor(8, 64, 68), op_s=0.01)
-    assert {way.get("written_attention", False) for way in _parameters(run) if "regions" not in way} == {bool(via)}
+    if is_masked:
+        run.operator("aten.masked_fill", line, inputs=[scores], output=scores, op_s=0.01)
+    ways = [way.get("written_attention", False) for way in _parameters(run) if "regions" not in way]
+    assert set(ways) == {not is_masked}
 
 
 def test_a_device_that_is_busy_gets_kernels_tuned_without_graphs_where_graphs_fail() -> None:

@@ -190,7 +190,7 @@ _EINSUM: Final = (
     + """
 def attend(q, k, v, causal):
     scale = q.shape[-1] ** -0.5
-    logits = torch.einsum("b i h d, b j h d -> b h i j", q, k)
+    logits = torch.einsum(f"b i h d, b j h d -> b h i j", q, k)
     logits = logits * scale
     logits = torch.where(causal, logits, torch.finfo(logits.dtype).min)
     weights = F.softmax(logits, dim=-1, dtype=torch.float32).type_as(q)

@@ -8,8 +8,8 @@ What        `model.compile(...)` at its first call, in place; or each of its rep
             hidden from (`flatout.skip_padding`); batches are not cut to their longest row beside it. With `short_erf` compiled
             GELU of 16-bit numbers on a GPU takes a shorter formula, 1.5e-7 off at most before rounding. With `grouped_keys`
             attention without a mask reads keys and values once that are repeated for a group of queries (`enable_gqa`). With
-            `written_attention` attention without a mask that a library writes out in products and a softmax is one fused
-            kernel. The text of `flatout edit` leaves these three out.
+            `written_attention` attention without a mask that is written out in products and a softmax, also in a library, is
+            one fused kernel. The text of `flatout edit` leaves these three out.
             Shapes that come first after many calls and rarely, as an epoch's smaller last batch, are computed as before (the text
             of `flatout edit` leaves them to torch.compile, which compiles once more), and so are evaluations of a model in
             training (`plain_evaluation`), until they have been many. Where the script retains graphs, buffers of compiled
@@ -41,7 +41,7 @@ from flatout.tune.levers.grouped_keys import keys_read_once_in_graphs, repeats_k
 from flatout.tune.levers.proposals import reads_padding
 from flatout.tune.levers.short_erf import short_gelu_in_graphs
 from flatout.tune.levers.usual_shapes import UsualShapes
-from flatout.tune.levers.written_attention import hides_attention, written_attention_in_graphs
+from flatout.tune.levers.written_attention import writes_attention_out, written_attention_in_graphs
 from flatout.tune.rewrite.calls import compiles_models
 from flatout.tune.rewrite.evaluations import with_plain_evaluations
 from flatout.tune.rewrite.imports import with_import, with_start
@@ -218,7 +218,7 @@ def _usual_options(evidence: Evidence) -> Iterator[_Option]:
     own: Parameters = {"short_erf": True} if is_busy and _has_exact_gelu(evidence) else {}
     if is_busy and repeats_keys(evidence):
         own = {**own, "grouped_keys": True}
-    if is_busy and hides_attention(evidence):
+    if is_busy and writes_attention_out(evidence):
         own = {**own, "written_attention": True}
     yield _Option(share, {"mode": "default"} | own, "")
     if 0 < share_of_graphs < 1:

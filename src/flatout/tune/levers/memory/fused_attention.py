@@ -101,10 +101,17 @@ def _product(reading: FormulaReading, expr: Expression) -> BatchedProduct:
         form, *args_ = args
         if len(args_) == 1 and isinstance(args_[0].node, (ast.List, ast.Tuple)):
             args_ = [Expression(node, expr.at) for node in args_[0].node.elts]
-        reading.check(isinstance(form.node, ast.Constant))
-        args, equation = tuple(args_), ast.literal_eval(form.node).replace(" ", "")
+        args, equation = tuple(args_), _equation(reading, form.node)
     reading.check(len(args) == 2)
     return BatchedProduct(args[0], args[1], found.name, equation)
+
+
+def _equation(reading: FormulaReading, node: ast.expr) -> str:
+    """The text of an einsum's equation, which may be an f-string that has nothing to fill in."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    reading.check(len(texts) == len(parts))
+    return "".join(texts).replace(" ", "")
 
 
 def _weights(reading: FormulaReading, expr: Expression) -> AttentionWeights:
