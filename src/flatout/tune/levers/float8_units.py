@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.core.errors import LeverRefused
-from flatout.core.records.evidence import Evidence
+from flatout.core.records.evidence import Evidence, Operator
 from flatout.machine.cost.accounting import facts_named
 from flatout.machine.cost.families import COMPILED_GRAPH
 from flatout.machine.cost.matrix_units import waits_for_host
@@ -19,9 +19,9 @@ def check_gains(evidence: Evidence) -> None:
     reason = _device_refusal(evidence.workload.device)
     if reason:
         raise LeverRefused(reason)
-    if not _is_bfloat16(evidence):
+    if not (_is_bfloat16(evidence) or _may_become_bfloat16(evidence)):
         raise LeverRefused(
-            "products are not in bfloat16; float8 comes after workload.mixed-precision: pull that first, then tune again"
+            "products are neither in bfloat16 nor in float32, which workload.mixed-precision changes to it"
         )
     if waits_for_host(evidence):
         raise LeverRefused("the device waits for its host most of a step")
@@ -61,6 +61,25 @@ def _is_bfloat16(evidence: Evidence) -> bool:
         return any("bfloat16" in text for text in autocast)
     products = [o for o in evidence.operators if o.op in ("aten.mm", "aten.addmm", COMPILED_GRAPH)]
     return any(t.dtype == "bfloat16" and len(t.shape) == 2 for o in products for t in o.inputs)
+
+
+def _may_become_bfloat16(evidence: Evidence) -> bool:
+    """Whether products run in float32, without autocast, on a device whose rate in bfloat16 was measured."""
+    rate = evidence.machine.matmul_flop_per_s.get("bfloat16") if evidence.machine is not None else None
+    products = [o for o in evidence.operators if o.op in ("aten.mm", "aten.addmm")]
+    dtypes = {t.dtype for o in products for t in o.inputs if len(t.shape) == 2}
+    return bool(rate) and not list(facts_named(evidence, "autocast")) and dtypes == {"float32"}
+
+
+def bfloat16_seconds(evidence: Evidence, operator: Operator) -> float:
+    """Seconds of a step that a product takes, or would take in bfloat16 where it is in float32: what float8 can make less of.
+
+    Those are its FLOP at the rate of large products that was measured.
+    """
+    rates = evidence.machine.matmul_flop_per_s if evidence.machine is not None else {}
+    if rates.get("bfloat16") and {t.dtype for t in operator.inputs} == {"float32"}:
+        return min(operator.op_s, operator.flop * operator.num_calls / rates["bfloat16"])
+    return operator.op_s
 
 
 def compiles_graphs(evidence: Evidence) -> bool:

@@ -111,11 +111,13 @@ def test_a_loss_that_is_returned_with_its_logits_is_left() -> None:
 
 
 def _run(folder: Path, *, vocabulary: int = 50304, dtype: str = "bfloat16", is_compiled: bool = True) -> Evidence:
+    """A step of 100 ms under autocast, or in float32 without it."""
     rates = {"float32": 50e12, "bfloat16": 700e12}
     run = EvidenceBuilder(device_s=0.09, machine=msgspec.structs.replace(MACHINE, matmul_flop_per_s=rates))
     line = run.line("train.py", 5, "out = net(x)")
     run.model(line)
-    run.fact("autocast", text=f"cuda:{dtype}")
+    if dtype != "float32":
+        run.fact("autocast", text=f"cuda:{dtype}")
     if is_compiled:
         run.operator(
             "inductor.graph",
@@ -131,8 +133,9 @@ def _run(folder: Path, *, vocabulary: int = 50304, dtype: str = "bfloat16", is_c
             ((vocabulary, 8192), (8192, 768)),
         ]
         for phase, (a, b) in zip(("forward", "backward", "backward"), pairs, strict=True):
-            inputs = [tensor(*a, dtype="bfloat16"), tensor(*b, dtype="bfloat16")]
-            run.operator("aten.mm", line, inputs=inputs, op_s=0.01, phase=phase)  # type: ignore[arg-type]
+            inputs = [tensor(*one, dtype=dtype) for one in (a, b)]  # type: ignore[arg-type]
+            flop = 2 * 8192 * 768 * vocabulary
+            run.operator("aten.mm", line, inputs=inputs, op_s=0.01, phase=phase, flop=flop)  # type: ignore[arg-type]
     evidence = run.build()
     workload = msgspec.structs.replace(evidence.workload, command=("python", "train.py"), cwd=str(folder))
     return msgspec.structs.replace(evidence, workload=workload)
@@ -163,12 +166,20 @@ def test_a_large_vocabulary_in_bfloat16_is_offered_where_its_loss_stands(tmp_pat
     assert LEVER.guarantee == "quality"
 
 
+def test_of_a_loss_in_float32_what_it_gains_in_bfloat16_is_promised(tmp_path: Path) -> None:
+    [candidate] = LEVER.propose(_run(_project(tmp_path), dtype="float32", is_compiled=False), ())
+    assert isinstance(candidate, Candidate)
+    in_bfloat16_s = 3 * 2 * 8192 * 768 * 50304 / 700e12
+    assert candidate.saved_s == (0.0, pytest.approx(0.75 * in_bfloat16_s, rel=0.01))
+    assert candidate.replaces == ("memory.chunked-loss",)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"vocabulary": 1000}, "no layer over a large vocabulary"),
         ({"vocabulary": 1000, "is_compiled": False}, "no layer over a large vocabulary"),
-        ({"dtype": "float16"}, "not in bfloat16"),
+        ({"dtype": "float16"}, "neither in bfloat16 nor in float32"),
     ],
 )
 def test_a_run_that_gains_nothing_is_told_why(tmp_path: Path, options: dict[str, Any], why: str) -> None:

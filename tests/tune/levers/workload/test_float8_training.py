@@ -40,7 +40,7 @@ def _run(*, rows: int = 8192, k: int = 4096, n: int = 4096, dtype: str = "bfloat
         ("backward", (n, rows), (rows, k)),
     ):
         inputs = [tensor(*a, dtype=dtype), tensor(*b, dtype=dtype)]
-        run.operator("aten.mm", line, inputs=inputs, op_s=0.02, phase=phase)  # type: ignore[arg-type]
+        run.operator("aten.mm", line, inputs=inputs, op_s=0.02, phase=phase, flop=2 * rows * k * n)  # type: ignore[arg-type]
     return run
 
 
@@ -74,11 +74,24 @@ def test_a_script_that_compiles_is_asked_by_the_weights_of_its_graphs() -> None:
     assert "large enough" in _refusal(run)
 
 
-def test_autocast_counts_as_bfloat16_and_its_absence_does_not() -> None:
-    assert "workload.mixed-precision" in _refusal(_run(dtype="float32"))
+def test_of_products_in_float32_what_they_gain_in_bfloat16_is_promised() -> None:
+    [candidate] = LEVER.propose(_run(dtype="float32").build(), ())
+    assert isinstance(candidate, Candidate)
+    in_bfloat16_s = 3 * 2 * 8192 * 4096 * 4096 / 700e12
+    low_s, high_s = candidate.saved_s
+    assert (low_s, high_s) == (pytest.approx(-0.3 * in_bfloat16_s), pytest.approx(0.5 * in_bfloat16_s, rel=0.01))
+    run = _run(dtype="float32")
+    run.operators[:] = [msgspec.structs.replace(o, op_s=0.002) for o in run.operators]
+    assert "6% of a step" in _refusal(run)
+
+
+def test_products_in_float16_and_of_devices_that_were_not_measured_are_refused() -> None:
     run = _run()
     run.fact("autocast", text="cuda:float16")
-    assert "not in bfloat16" in _refusal(run)
+    assert "neither in bfloat16 nor in float32" in _refusal(run)
+    evidence = _run(dtype="float32").build()
+    [said] = LEVER.propose(msgspec.structs.replace(evidence, machine=None), ())
+    assert isinstance(said, Refusal) and "neither in bfloat16 nor in float32" in said.because
 
 
 @pytest.mark.parametrize(

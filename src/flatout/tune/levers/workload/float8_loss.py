@@ -6,8 +6,9 @@ What        `logits = self.head(x)` and `F.cross_entropy(logits.view(-1, V), tar
 Guarantee   QUALITY: the metric tells. Hidden states and the weight are rounded to 3 bits after the point (e4m3, one scale each),
             the gradient of the logits to 2 (e5m2); sums are float32.
 Price       `bench/losses_device.py` on an H200, torch 2.11: gradients are off by 4 % where those of bfloat16 are off by 0.3 %.
-Refuses     GPUs below compute capability 8.9; products that are not in bfloat16 yet; small vocabularies; logits that the function
-            uses for more than the loss and what it returns; heads that are not nn.Linear as the class shows.
+Refuses     GPUs below compute capability 8.9; products in float16; small vocabularies; logits that the function uses for
+            more than the loss and what it returns; heads that are not nn.Linear as the class shows. Of products in float32 it
+            promises what they gain once `workload.mixed-precision` has them in bfloat16.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Parameters
 from flatout.machine.cost.accounting import milliseconds
 from flatout.machine.cost.families import COMPILED_GRAPH
-from flatout.tune.levers.float8_units import check_gains, float8_rate
+from flatout.tune.levers.float8_units import bfloat16_seconds, check_gains, float8_rate
 from flatout.tune.rewrite.flow import Flow, bound_in
 from flatout.tune.rewrite.imports import with_import, with_torch
 from flatout.tune.rewrite.linear_losses import BLOCK, LinearLoss, fused_call, linear_loss
@@ -43,29 +44,31 @@ _FUSED: Final = 1.5
 
 
 class _LargeHead(NamedTuple):
-    """The products of a layer with a large vocabulary, in seconds of a step, and its sizes."""
+    """The products of a layer with a large vocabulary: seconds of a step, those that bfloat16 takes, and its sizes."""
 
     seconds: float
+    bfloat16_s: float
     width: int
     vocabulary: int
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
-    """Propose it where a loss over a large vocabulary takes much of a training step in bfloat16."""
+    """Propose it where a loss over a large vocabulary takes much of a training step."""
     check_gains(evidence)
     head = _head(evidence)
     rate = float8_rate(evidence)
-    saved_s = _FUSED * (1 - 1 / rate) * head.seconds
-    if saved_s < _SMALL_SHARE * evidence.steps.whole_s:
+    saved = _FUSED * (1 - 1 / rate)
+    if saved * head.seconds < _SMALL_SHARE * evidence.steps.whole_s:
         raise LeverRefused(
             f"a loss over {head.vocabulary} classes takes {milliseconds(head.seconds)} of a step at most"
         )
     for place in _places(evidence):
         yield Candidate(
             parameters=place,
-            saved_s=(0.0, saved_s),
-            because=f"products of {head.width} by {head.vocabulary} classes take up to {milliseconds(head.seconds)} of a step; "
-            f"in float8 the units are {rate:.1f} times as fast",
+            saved_s=(0.0, saved * head.bfloat16_s),
+            replaces=("memory.chunked-loss",),
+            because=f"products of {head.width} by {head.vocabulary} classes take up to {milliseconds(head.bfloat16_s)} of a step "
+            f"in bfloat16; in float8 the units are {rate:.1f} times as fast",
         )
 
 
@@ -83,7 +86,8 @@ def _head(evidence: Evidence) -> _LargeHead:
     if not rates.get("bfloat16"):
         raise LeverRefused("how fast bfloat16 products are on this machine was not measured")
     seconds = min(sum(o.flop * o.num_calls for o in graphs) / rates["bfloat16"], sum(o.op_s for o in graphs))
-    return _LargeHead(seconds * n * k / sum(rows * columns for rows, columns in matrices), k, n)
+    seconds *= n * k / sum(rows * columns for rows, columns in matrices)
+    return _LargeHead(seconds, seconds, k, n)
 
 
 def _observed_head(evidence: Evidence) -> _LargeHead:
@@ -92,7 +96,7 @@ def _observed_head(evidence: Evidence) -> _LargeHead:
     n, k = max(((s[1][1], s[1][0]) for o, s in shapes.items() if len(s) == 2 and o.phase == "forward"), default=(0, 0))
     _check_vocabulary(n)
     of_head = [o for o, pair in shapes.items() if any(n in shape for shape in pair)]
-    return _LargeHead(sum(o.op_s for o in of_head), k, n)
+    return _LargeHead(sum(o.op_s for o in of_head), sum(bfloat16_seconds(evidence, o) for o in of_head), k, n)
 
 
 def _check_vocabulary(size: int) -> None:

@@ -14,8 +14,9 @@ Price       `bench/float8_device.py` on an H200, torch 2.11. A language model of
             %. It gains 1.32x (1.28 to 1.34) a step of four layers of 4096 with 8192 tokens, compiled; 1.07x with scales by row;
             and 0.50x without compiling. Layer by layer 1.57x at 8192 x 8192 and 1.41x at 4096 x 11008, but 0.93x at 4096 x 4096
             and 0.65x at 1024 x 1024: small layers lose, some that torchao's rule takes among them.
-Refuses     GPUs below compute capability 8.9; no torchao; products that are not in bfloat16 yet; layers too small to gain, by
-            torchao's measurements; numbers of rows that are no multiple of 16.
+Refuses     GPUs below compute capability 8.9; no torchao; products in float16; layers too small to gain, by torchao's
+            measurements; numbers of rows that are no multiple of 16. Of products in float32 it promises what they gain once
+            `workload.mixed-precision` has them in bfloat16.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.accounting import milliseconds
 from flatout.machine.cost.families import COMPILED_GRAPH
-from flatout.tune.levers.float8_units import check_gains, compiles_graphs, float8_rate
+from flatout.tune.levers.float8_units import bfloat16_seconds, check_gains, compiles_graphs, float8_rate
 from flatout.tune.rewrite.calls import compiles_models
 from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import
@@ -54,9 +55,10 @@ _EFFORT: Final = 5.0
 
 
 class _Float8Products(NamedTuple):
-    """What would run in float8: seconds of a step at most, and their sizes."""
+    """What would run in float8: seconds of a step at most, what bfloat16 takes for it, and its sizes."""
 
     seconds: float
+    bfloat16_s: float
     sizes: str
 
 
@@ -74,8 +76,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     compiles, rate = compiles_graphs(evidence), float8_rate(evidence)
     yield Candidate(
         parameters={"recipe": "tensorwise", "gated": True, **({} if compiles else {"compile": True})},
-        saved_s=(-_MAY_COST * products.seconds, (1 - 1 / rate) * products.seconds),
-        because=f"{products.sizes} take up to {milliseconds(products.seconds)} of a step; in float8 the units are "
+        saved_s=(-_MAY_COST * products.bfloat16_s, (1 - 1 / rate) * products.bfloat16_s),
+        because=f"{products.sizes} take up to {milliseconds(products.bfloat16_s)} of a step in bfloat16; in float8 the units are "
         f"{rate:.1f} times as fast" + ("" if compiles else ", once the casts are compiled into their neighbours"),
     )
 
@@ -103,14 +105,15 @@ def _one_by_one(evidence: Evidence) -> _Float8Products:
     if not gaining:
         raise LeverRefused(f"no layer gains: {next(iter(whys))}" if whys else "no product of a Linear layer was seen")
     # The backward's two products are of the same three sizes in another order.
-    seconds = sum(o.op_s for o in rows if tuple(sorted(_shape(o) or ())) in gaining)
-    return _Float8Products(seconds, f"products of {len(gaining)} sizes that gain")
+    rows = [o for o in rows if tuple(sorted(_shape(o) or ())) in gaining]
+    bfloat16_s = sum(bfloat16_seconds(evidence, o) for o in rows)
+    return _Float8Products(sum(o.op_s for o in rows), bfloat16_s, f"products of {len(gaining)} sizes that gain")
 
 
 def _shape(operator: Operator) -> tuple[int, int, int] | None:
-    """Rows, inputs and outputs of a product in bfloat16; None for another."""
+    """Rows, inputs and outputs of a product in bfloat16 or float32; None for another."""
     a, b = operator.inputs[-2:] if len(operator.inputs) >= 2 else (None, None)
-    if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.dtype != "bfloat16":
+    if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.dtype not in ("bfloat16", "float32"):
         return None
     return a.shape[0], a.shape[1], b.shape[1]
 
@@ -127,7 +130,7 @@ def _in_graphs(evidence: Evidence, graphs: Sequence[Operator]) -> _Float8Product
         raise LeverRefused("how fast bfloat16 products are on this machine was not measured")
     flop = sum(o.flop * o.num_calls for o in graphs)
     seconds = min(flop / rates["bfloat16"], sum(o.op_s for o in graphs))
-    return _Float8Products(seconds, "products in compiled graphs")
+    return _Float8Products(seconds, seconds, "products in compiled graphs")
 
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
