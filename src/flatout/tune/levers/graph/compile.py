@@ -228,11 +228,11 @@ def _usual_options(evidence: Evidence) -> Iterator[_Option]:
         if host_s > evidence.steps.step_s / _MOST_FASTER:
             why = "; once the device has less to do, it waits for its host"
             # batches that are cut to their longest rows have other shapes each time, and each shape needs graphs of its own
-            first_below_s = 0.0 if evidence.paddings else _MOSTLY_HOST * host_s
+            first_below_s = 0.0 if _is_padded(evidence) else _MOSTLY_HOST * host_s
             yield _Option(0.95, {"mode": "reduce-overhead"} | own, why, first_below_s)
         busy = "; the device is busy all the time"
         tuned = _Option(0.92, {"inductor": (_KERNELS_TUNED,)} | own, busy)
-        if not evidence.paddings:
+        if not _is_padded(evidence):
             why = f"{busy}, and between the kernels of a graph it pauses less"
             yield tuned._replace(parameters={"inductor": (_KERNELS_TUNED, _GRAPHS)} | own, why=why)
             tuned = tuned._replace(fallback_for=_OF_GRAPHS)
@@ -242,6 +242,11 @@ def _usual_options(evidence: Evidence) -> Iterator[_Option]:
     if regions:
         places = ", ".join(f"'{r}'" if r else "the model" for r in regions)
         yield _Option(0.85 * share, {"mode": "default", "regions": regions}, f"; the blocks of {places} are alike")
+
+
+def _is_padded(evidence: Evidence) -> bool:
+    """Whether much of a batch's tokens is padding, so that batches may be cut; rows of any text end alike at times."""
+    return any(p.signs and p.padding_fraction >= _LEAST_PADDING for p in evidence.paddings)
 
 
 def _packed_options(evidence: Evidence) -> Iterator[_Option]:
