@@ -6,11 +6,13 @@ Accounts are those of bench/best/account.py (`account_ROW_SIDE.json`), steps' ti
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 _NONE: Final = "-"
+_OF_LIBRARIES: Final = ("matrix products", "convolutions", "attention")
+"""Kinds of kernels that are mostly those of libraries, in the plan as in the peer."""
 _MOST_FAMILIES: Final = 9
 _MOST_KERNELS: Final = 6
 _LEAST_US: Final = 50.0
@@ -22,6 +24,9 @@ A step in microseconds, by kind of kernel, beside its floor. The floor is the lo
 matrix product (of float8 where it is one) and its bytes at the rate of a large copy. Rates are measured after the script, on
 random numbers. Arrays count once, and twice where a compiled kernel changes them in place. Kernels whose bytes are not known
 count with their own time. "No kernel runs" is what is left of a step in the race, where nothing was profiled.
+
+Most of a step are products, convolutions and attention of libraries, which the plan has in common with its peer. Below each
+table stands how far the plan would get with these kernels as they are and all else at its floor.
 """
 
 
@@ -59,7 +64,12 @@ def accounts_part(folder: Path, rows: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted(found, key=lambda name: list(rows).index(name) if name in rows else len(rows)):
         sides = found[name]
         yield from ("", f"### {rows[name].title if name in rows else name}", "")
-        yield from _sides(sorted(sides, key=lambda side: side.label != "peer"))
+        sides = sorted(sides, key=lambda side: side.label != "peer")
+        yield from _sides(sides)
+        if len(sides) > 1 and name in rows:
+            yield from ("", _within_reach(sides[0], sides[1], [peer.goal for peer in rows[name].peers.values()]))
+        for side in sides:
+            yield from _furthest(side)
 
 
 def _side(path: Path, row: Any, name: str, side: str) -> _Side:
@@ -116,8 +126,16 @@ def _sides(sides: list[_Side]) -> Iterator[str]:
     )
     yield _row("no kernel runs", [(side.idle_us, 0.0) for side in sides])
     yield _row("all", [(side.step_us, sum(side.us(name)[1] for name in families)) for side in sides])
-    for side in sides:
-        yield from _furthest(side)
+
+
+def _within_reach(peer: _Side, plan: _Side, goals: Sequence[float]) -> str:
+    """How much faster than the peer the plan could be with the libraries' kernels as they are."""
+    least_us = sum(plan.us(family)[0 if family in _OF_LIBRARIES else 1] for family in plan.account["families"])
+    wanted = " and ".join(f"{goal:.2f}x" for goal in dict.fromkeys(goals))
+    return (
+        f"With all but products, convolutions and attention at its floor, and no pause between kernels, the plan would take "
+        f"{least_us:,.0f} us: {peer.step_us / least_us:.2f}x of the peer. The goal is {wanted}."
+    )
 
 
 def _row(name: str, each: list[tuple[float, float | None]]) -> str:

@@ -127,6 +127,17 @@ def test_a_step_is_accounted_for_to_its_end(best: Any, tmp_path: Path) -> None:
     assert f"| no kernel runs | {peer_us - 90_000:,.0f} | 0 | {step_us - 90_000:,.0f} | 0 |" in lines
 
 
+def test_how_far_a_plan_could_get_counts_the_kernels_of_libraries_as_they_are(best: Any, tmp_path: Path) -> None:
+    families = {"attention": {"s": 0.04, "floor_s": 0.02}, "compiled kernels": {"s": 0.03, "floor_s": 0.01}}
+    account = {"device": "NVIDIA H200", "torch": "2.11.0", "flop_per_s": 8e14, "bytes_per_s": 4e12}
+    account |= {"step_s": 0.075, "busy_s": 0.07, "in_rows_s": 0.07, "families": families}
+    write(tmp_path / "2026-11-02-h200", "account_gpt2_plan.json", account)
+    assert "would take" not in best.page()
+    write(tmp_path / "2026-11-02-h200", "account_gpt2_peer.json", account)
+    [line] = [line for line in best.page().splitlines() if "would take" in line]
+    assert line.endswith("the plan would take 50,000 us: 1.50x of the peer. The goal is 1.12x.")
+
+
 def test_kernels_that_lose_most_are_named_with_what_they_lose(best: Any, tmp_path: Path) -> None:
     account = {"device": "a", "torch": "2", "flop_per_s": 8e14, "bytes_per_s": 4e12, "step_s": 0.1, "busy_s": 0.09}
     kernel = {
