@@ -3,11 +3,11 @@
     python bench/best_device.py OUT_FOLDER [--only ROW ...] [--budget 300s] [--losses | --only-losses] [--accounts] [--gpus 2]
 
 Of each row: `flatout tune` of the plain script (or a plan that is there already); then the plan and all of the peer's settings
-stand in processes of their own and take stretches of steps in turn; then the plan and the fastest of these settings alone take
-new stretches, so that the peer is not the luckiest of several. Ratios are medians of paired stretches with 95 % intervals, of
-samples a second. `--plans` names a folder with plans to race instead; `--levers` has levers that were chosen by hand raced, whose
-results are `by_hand_ROW.json`. `--settings-of` names a folder with results: of each peer the setting that was fastest there races
-alone.
+stand in processes of their own and take stretches of steps in turn; where these are several, the plan and the fastest of them
+take new stretches then, so that the peer is not the luckiest of several. Ratios are medians of paired stretches with 95 %
+intervals, of samples a second. `--plans` names a folder with plans to race instead; `--levers` has levers that were chosen by
+hand raced, whose results are `by_hand_ROW.json`. `--settings-of` names a folder with results: of each peer the setting that was
+fastest there races alone.
 
 `--losses` runs 500 steps of both, and of the untouched script where that does not take many times as long, on `--seeds` each,
 and compares the last losses; `--only-losses` does nothing else.
@@ -348,19 +348,21 @@ def small(row: Row) -> Row:
 
 
 def judged(row: Row, plan: Path, *, planned_by: str) -> dict[str, Any]:
-    """The plan's race against all settings of the peers, and then against the best of each peer alone."""
+    """The plan's race against all settings of the peers, and then against the best of each peer alone, where one has several."""
     own, requests = own_request(row, plan), peer_requests(row)
     settings = {(peer, label): one for peer, p in row.peers.items() for label, one in p.settings.items()}
     samples = {f"{peer}: {label}": number for (peer, label), (_, number) in settings.items()} | {"flatout": row.samples}
     with Race({"flatout": own} | requests, cycle=row.cycle, start_s=row.start_s) as race:
-        rates = {side: samples[side] / median_estimate(taken).value for side, taken in race.seconds().items()}
+        first = race.seconds()
+        rates = {side: samples[side] / median_estimate(taken).value for side, taken in first.items()}
         best = {
             peer: max(sides, key=lambda side: rates[side])
             for peer in row.peers
             if (sides := [side for side in requests if side.startswith(f"{peer}: ") and side in rates])
         }
         is_complete = "flatout" in rates and bool(best)
-        second = race.seconds({"flatout", *best.values()}) if is_complete else {}
+        is_chosen = is_complete and len(requests) > len(row.peers)
+        second = race.seconds({"flatout", *best.values()}) if is_chosen else first
     found: dict[str, Any] = {
         "title": row.title,
         "plan": [p.id for p in read_plan(plan).lever],

@@ -37,11 +37,11 @@ against the best public way to train the same that we know: compiled, in bfloat1
 GPU_HEAD: Final = """\
 ## On a GPU
 
-`python bench/best_device.py OUT` tunes the plain script and races the plan and all settings of the peer; then the plan and the
-fastest setting alone take new stretches of steps. Ratios are medians of paired stretches with 95 % intervals, of samples a
-second: above 1 the plan is faster. Peers, their versions and settings are in `bench/best`. Plans "by hand" are not of
-`flatout tune`: we chose their levers, to see what these gain. GPT-2 and the Llamas are tuned with smaller batches than they race
-with, since untouched they do not fit, or take seconds a step.
+`python bench/best_device.py OUT` tunes the plain script and races the plan and all settings of the peer; where these are
+several, the plan and the fastest alone take new stretches of steps then. Ratios are medians of paired stretches with 95 %
+intervals, of samples a second: above 1 the plan is faster. Peers, their versions and settings are in `bench/best`. Plans "by
+hand" are not of `flatout tune`: we chose their levers, to see what these gain. GPT-2 and the Llamas are tuned with smaller
+batches than they race with, since untouched they do not fit, or take seconds a step.
 """
 CPU_HEAD: Final = """\
 ## On two CPU cores

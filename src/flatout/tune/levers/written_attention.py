@@ -35,6 +35,7 @@ _MASKS: Final = ("aten.masked_fill", "aten.masked_fill_", "aten.where", "aten.ad
 _SCORES: Final = ("bid,bjd->bij", "bhid,bhjd->bhij")
 _VALUES: Final = ("bij,bjd->bid", "bhij,bhjd->bhid")
 _PRODUCTS: Final = ("matmul", "bmm", "__matmul__")
+_CASTS: Final = ("to", "type", "type_as", "float", "half", "bfloat16", "contiguous", "clone", "detach")
 _MOVES: Final = ("transpose", "permute", "squeeze", "unsqueeze", "swapaxes", "movedim")
 
 
@@ -91,6 +92,8 @@ def fuse_attention(graph: Graph) -> int:
         with graph.inserting_before(node):
             _replace(graph, node, found)
         for call in (node, *found.calls):
+            for copy in [user for user in call.users if not user.users and called_name(user) in _CASTS]:
+                graph.erase_node(copy)
             if not call.users:
                 graph.erase_node(call)
         num_changed += 1
@@ -132,26 +135,31 @@ def _attention(node: Node) -> _SoftmaxOfProducts | None:
         return None
     weights, value, _ = product
     calls: list[Node] = []
-    while (name := called_name(weights)) in ("dropout", "to", "type_as", "contiguous"):
+    while (name := called_name(weights)) in ("dropout", *_CASTS):
         source = first_argument(weights)
-        if source is None or len(weights.users) != 1 or (name == "dropout" and not _is_off(weights)):
+        if source is None or not _is_read_once(weights) or (name == "dropout" and not _is_off(weights)):
             return None
         calls.append(weights)
         weights = source
     scores = first_argument(weights)
-    if name != "softmax" or scores is None or len(weights.users) != 1 or not _is_over_keys(weights):
+    if name != "softmax" or scores is None or not (_is_read_once(weights) and _is_over_keys(weights)):
         return None
     calls.append(weights)
     scale = 1.0
-    while len(scores.users) == 1 and (factor := _factor(scores)) is not None:
+    while _is_read_once(scores) and (factor := _factor(scores)) is not None:
         calls.append(scores)
         scores, scale = factor[0], scale * factor[1]
-    before = _product(scores, _SCORES) if len(scores.users) == 1 else None
+    before = _product(scores, _SCORES) if _is_read_once(scores) else None
     if before is None:
         return None
     query, key, is_transposed = before
     found = _SoftmaxOfProducts(query, key, value, scale, is_transposed, (*calls, scores))
     return found if _is_known(node, found) else None
+
+
+def _is_read_once(node: Node) -> bool:
+    """Whether one call alone reads a result, beside copies that nothing reads."""
+    return sum(bool(user.users) or called_name(user) not in _CASTS for user in node.users) == 1
 
 
 def _is_known(node: Node, found: _SoftmaxOfProducts) -> bool:
