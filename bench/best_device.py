@@ -1,6 +1,6 @@
 """Plain scripts of examples/gpu with the plan of `flatout tune`, against the best public ways to train the same, side by side.
 
-    python bench/best_device.py OUT_FOLDER [--only ROW ...] [--budget 300s] [--losses | --only-losses] [--accounts] [--gpus 2]
+    python bench/best_device.py OUT_FOLDER [--only ROW ...] [--budget 300s] [--losses | --only-losses] [--accounts both] [--gpus 2]
 
 Of each row: `flatout tune` of the plain script (or a plan that is there already); then the plan and all of the peer's settings
 stand in processes of their own and take stretches of steps in turn; where these are several, the plan and the fastest of them
@@ -11,7 +11,8 @@ fastest there races alone.
 
 `--losses` runs 500 steps of both, and of the untouched script where that does not take many times as long, on `--seeds` each,
 and compares the last losses; `--only-losses` does nothing else.
-`--accounts` says where a step of the plan and of the fastest peer goes, kernel by kernel (bench/best/account.py).
+`--accounts both` says where a step of the plan and of the fastest peer goes, kernel by kernel (bench/best/account.py); `plan`
+and `peer` name one of them.
 `--gpus` races as many rows side by side, each on a GPU of its own. `--small` tries it all on a CPU, where the examples are toys;
 its figures mean nothing.
 
@@ -275,7 +276,7 @@ def main() -> int:
     parser.add_argument("--only-losses", action="store_true")
     parser.add_argument("--seeds", type=int, default=3, help="of each side whose losses are compared")
     parser.add_argument("--at-once", type=int, default=1, help="seeds of a side whose losses are run side by side")
-    parser.add_argument("--accounts", action="store_true")
+    parser.add_argument("--accounts", choices=("both", "plan", "peer"))
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--gpus", type=int, default=1)
     options = parser.parse_args()
@@ -297,7 +298,7 @@ def main() -> int:
             (options.out / f"{stem}_{name}.json").write_text(json.dumps(found, indent=1).replace(f"{ROOT}/", "") + "\n")
             print(json.dumps(found, indent=1), flush=True)
             if options.accounts:
-                accounts(options.out, name, row, plan, found)
+                accounts(options.out, name, row, plan, found, options.accounts)
         if options.losses or options.only_losses:
             fastest = with_fastest_settings(name, row, options.settings_of or options.out)
             out = options.out / f"losses_{name}.json"
@@ -321,9 +322,9 @@ def with_fastest_settings(name: str, row: Row, folder: Path) -> Row:
 
 def side_by_side(options: argparse.Namespace) -> int:
     """Rows in processes of their own, the next one on whichever GPU is free; the number of processes that failed."""
-    flags = [f"--{n}" for n in ("losses", "only-losses", "accounts", "small") if getattr(options, n.replace("-", "_"))]
+    flags = [f"--{n}" for n in ("losses", "only-losses", "small") if getattr(options, n.replace("-", "_"))]
     flags += ["--at-once", str(options.at_once)]
-    for name in ("budget", "plans", "levers", "settings-of"):
+    for name in ("budget", "plans", "levers", "settings-of", "accounts"):
         if (path := getattr(options, name.replace("-", "_"))) is not None:
             flags += [f"--{name}", path]
     jobs = [
@@ -387,11 +388,12 @@ def judged(row: Row, plan: Path, *, planned_by: str) -> dict[str, Any]:
     return found
 
 
-def accounts(out: Path, name: str, row: Row, plan: Path, found: dict[str, Any]) -> None:
-    """Where a step of the plan goes, and one of the fastest peer in these results."""
-    account(out / f"account_{name}_plan.json", own_request(row, plan), row)
+def accounts(out: Path, name: str, row: Row, plan: Path, found: dict[str, Any], which: str) -> None:
+    """Where a step of the plan goes, and one of the fastest peer in these results, or `which` of the two."""
+    if which != "peer":
+        account(out / f"account_{name}_plan.json", own_request(row, plan), row)
     sides = [one["setting"] for one in found.get("over_peers", {}).values()]
-    if sides:
+    if sides and which != "plan":
         fastest = max(sides, key=lambda side: found["a_second"][side])
         account(out / f"account_{name}_peer.json", peer_requests(row)[fastest], row)
 
