@@ -1,6 +1,6 @@
 """Plain scripts of examples/gpu with the plan of `flatout tune`, against the best public ways to train the same, side by side.
 
-    python bench/best_device.py OUT_FOLDER [--only ROW ...] [--budget 300s] [--losses | --only-losses] [--accounts both] [--gpus 2]
+    python bench/best_device.py OUT_FOLDER [--only ROW ...] [--budget 300s] [--losses | --only-losses] [--accounts both]
 
 Of each row: `flatout tune` of the plain script (or a plan that is there already); then the plan and all of the peer's settings
 stand in processes of their own and take stretches of steps in turn; where these are several, the plan and the fastest of them
