@@ -259,6 +259,29 @@ def test_over_the_limit_memory_is_saved_first_and_time_only_within_it() -> None:
     assert ids(found(world, promised, most_bytes=900)) == ["b", "a", "c"]
 
 
+@pytest.mark.parametrize(
+    ("factor", "saved", "is_kept", "why"),
+    [
+        (1.0, 300, True, ""),
+        (0.97, 300, True, ""),
+        (1.1, 300, False, "slower"),
+        (1.0, 20, False, "hardly saves memory"),
+    ],
+)
+def test_what_makes_the_plan_smaller_at_no_cost_is_added_in_the_end(
+    factor: float, saved: int, is_kept: bool, why: str
+) -> None:
+    """'b' acts on what 'a' does."""
+    world = World({"a": 0.5, "b": factor}, smaller={"b": saved})
+    beside = msgspec.structs.replace(candidate("b", 0.0, saved_bytes=200), beside=("a",))
+    result = found(world, [beside, candidate("a", 0.05)])
+    assert ids(result) == (["a", "b"] if is_kept else ["a"])
+    assert is_kept or [why in t.because for t in result.left_out if t.lever == "b"] == [True]
+    world = World({"a": 1.2, "b": factor}, smaller={"b": saved})
+    result = found(world, [beside, candidate("a", 0.05)])
+    assert not result.levers and any("acts on a" in t.because for t in result.left_out)
+
+
 def test_nothing_fits_a_limit_that_is_too_low() -> None:
     world = World({"a": 0.5, "b": 1.2, "c": 0.8, "d": 1, "e": 1}, smaller={"b": 400})
     result = found(world, [candidate("b", -0.01, saved_bytes=400), candidate("c", 0.02)], most_bytes=100)

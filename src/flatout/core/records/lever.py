@@ -42,6 +42,9 @@ class Candidate(Record, frozen=True, kw_only=True):
     one of them names ('gradient': that is looked for in no error), and ways that are no fallback are not tried then."""
     replaces: tuple[str, ...] = ()
     """Levers whose work it does as well: they are tried behind it, and do not stand in a plan beside it."""
+    beside: tuple[str, ...] = ()
+    """Levers on whose work alone it acts: it is tried in the end, if one of them is in the plan, and kept where a step is
+    smaller and no slower."""
     because: str
 
 

@@ -33,6 +33,8 @@ _BEYOND_DOUBT: Final = 1.3
 """A lever that was proved to be so much faster in the middle was not picked for its luck among some tens that were tried."""
 _NOTHING_LOST: Final = 0.99
 """A lever is taken out where the plan without it is at least so many times as fast: it costs nothing to keep what may help."""
+_MUCH_SMALLER: Final = 0.95
+"""Of the peak: what saves less memory at the same speed is not worth another lever in a plan, in our judgement."""
 _WORTH_A_LONGER_RACE: Final = 1.03
 """What is equal and so much faster by the first race is raced longer where there is time left in the end."""
 _SLIGHT: Final = 0.02
@@ -103,6 +105,8 @@ def search_levers(
         run.left_out += [
             LeftOut(lever=c.lever, because="it saves memory and costs time") for c in allowed if c.saved_s[1] < 0
         ]
+    beside = [c for c in allowed if c.beside]
+    allowed = [c for c in allowed if not c.beside]
     smaller = sorted((c for c in allowed if c.saved_bytes > 0), key=lambda c: -c.saved_bytes)
     if goal.objective == "memory" or goal.must_shrink:
         run.shrink(smaller)
@@ -111,6 +115,7 @@ def search_levers(
         run.climb([c for c in ordered if not c.is_companion], [c for c in ordered if c.is_companion])
         run.prune()
         run.decide()
+    run.spare(beside)
     return run.finish()
 
 
@@ -492,11 +497,33 @@ class _LeverSearch:
                 return
             if self._is_over(verdict):
                 continue
-            speed = verdict.speed
-            is_as_fast = speed is not None and not speed.is_slower and speed.ratio > _NOTHING_LOST
-            if verdict.equality.holds and is_as_fast:
+            if verdict.equality.holds and _is_as_fast(verdict):
                 self._so_far.levers = without
                 self._leave_out(planned.id, "the others leave it nothing to gain")
+
+    def spare(self, candidates: Sequence[Candidate]) -> None:
+        """Add what makes a step smaller and no slower, on top of the levers whose work it acts on."""
+        for candidate in candidates:
+            if not {p.id for p in self._so_far.levers} & set(candidate.beside):
+                lacking = f"it acts on {' and '.join(candidate.beside)}, which the plan does not have"
+                self.left_out.append(LeftOut(lever=candidate.lever, because=lacking, is_for_script=False))
+                continue
+            if why := self._so_far.clash(candidate):
+                self._leave_out(candidate.lever, why)
+                continue
+            planned = self._so_far.planned(candidate)
+            verdict = self._try("add", (*self._so_far.levers, planned), planned, "time")
+            if verdict is None:
+                self._leave_out(candidate.lever, "not tried, the time was up: it saves memory")
+                continue
+            if not (verdict.equality.holds and _is_as_fast(verdict)):
+                self._leave_out(candidate.lever, why_not_proved(verdict))
+                continue
+            if not verdict.footprints or verdict.footprints[-1].fraction[1] > _MUCH_SMALLER:
+                self._leave_out(candidate.lever, "it hardly saves memory here")
+                continue
+            guarantee = max(planned.guarantee, verdict.equality.guarantee, key=GUARANTEES.index)
+            self._so_far.levers = (*self._so_far.levers, msgspec.structs.replace(planned, guarantee=guarantee))
 
     def finish(self) -> LeverSearchResult:
         """Prove all together against the untouched script, with fresh seeds; what cannot be proved loses its last lever.
@@ -558,6 +585,10 @@ class _LeverSearch:
         verdict = self._bench.compare(before, after, objective=objective, is_final=is_final, is_longer=is_longer)
         self._log.add(Attempt(kind=kind, before=before, after=after, lever=lever.id, verdict=verdict))
         return verdict
+
+
+def _is_as_fast(verdict: Verdict) -> bool:
+    return verdict.speed is not None and not verdict.speed.is_slower and verdict.speed.ratio > _NOTHING_LOST
 
 
 def _may_be_faster(verdict: Verdict) -> bool:

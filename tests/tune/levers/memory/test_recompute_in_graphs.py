@@ -36,11 +36,23 @@ def test_compiled_training_is_told_what_it_saves() -> None:
     assert "128 MiB" in candidate.because
 
 
+def test_beside_compiling_in_the_same_plan_it_is_proposed_by_what_cheap_operators_return() -> None:
+    builder = EvidenceBuilder()
+    batch = tensor(65536, 256)
+    builder.operator("aten.mm", inputs=[batch, tensor(256, 256)], output=batch, op_s=0.02)
+    builder.operator("aten.silu", inputs=[batch], output=batch, op_s=0.01)
+    builder.operator("aten.silu_backward", inputs=[batch, batch], output=batch, op_s=0.01, phase="backward")
+    [candidate] = LEVER.propose(builder.build(), ())
+    assert isinstance(candidate, Candidate)
+    assert (candidate.beside, candidate.parameters) == (("graph.compile",), {"chains": False})
+    assert candidate.saved_bytes == pytest.approx(0.1 * 64 * MIB, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("evidence", "why"),
     [
         (EvidenceBuilder(kind="inference").build(), "does not train"),
-        (run(compilation=None), "compiles nothing"),
+        (run(compilation=None), "compiles nothing, and cheap operators keep little"),
         (run(rows=1024), "keep 2.0 MiB"),
     ],
 )
