@@ -25,19 +25,19 @@ class PointwiseConvolution(nn.Conv2d):
             return super().forward(input)
         weight_DC = self.weight.flatten(1)
         if input.is_contiguous(memory_format=torch.channels_last) or _channels_lie_last(self.weight):
-            return self._channels_last(input.permute(0, 2, 3, 1), weight_DC).permute(0, 3, 1, 2)
+            product = padded_linear if input.is_cuda and padding(self.out_channels) else F.linear
+            return product(input.permute(0, 2, 3, 1), weight_DC, self.bias).permute(0, 3, 1, 2)
         result: Tensor = torch.matmul(weight_DC, input.flatten(2))
         if self.bias is not None:
             result = result + self.bias.to(result.dtype)[:, None]
         return result.view(*result.shape[:2], *input.shape[2:])
 
-    def _channels_last(self, input_BHWC: Tensor, weight_DC: Tensor) -> Tensor:
-        surplus = padding(self.out_channels) if input_BHWC.is_cuda else 0
-        if not surplus:
-            return F.linear(input_BHWC, weight_DC, self.bias)
-        bias = self.bias if self.bias is None else F.pad(self.bias, (0, surplus))
-        result = F.linear(input_BHWC, F.pad(weight_DC, (0, 0, 0, surplus)), bias)
-        return result[..., : self.out_channels].contiguous()
+
+def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` computed with eight outputs where there are fewer: a GPU's matrix units take them by the eight."""
+    surplus = padding(len(weight))
+    bias = bias if bias is None else F.pad(bias, (0, surplus))
+    return F.linear(input, F.pad(weight, (0, 0, 0, surplus)), bias)[..., : len(weight)].contiguous()
 
 
 def _channels_lie_last(weight_DC11: Tensor) -> bool:

@@ -25,7 +25,7 @@ from flatout.tune.levers.graph_passes import called_name, change_graphs, changes
 
 _HALF: Final = (torch.bfloat16, torch.float16)
 _WIDEST: Final = 256
-"""Of a head, for FlashAttention's kernels."""
+"""The width of a head up to which FlashAttention's kernels run."""
 _OLDEST: Final = (8, 0)
 """The compute capability from which these run."""
 _SHORTEST: Final = 32
@@ -47,7 +47,7 @@ class _SoftmaxOfProducts(NamedTuple):
     is_transposed: bool
     """Whether the key is (..., D, S)."""
     calls: tuple[Node, ...]
-    """From the product with the values inwards."""
+    """What the kernel replaces besides, from the product with the values inwards."""
 
 
 def writes_attention_out(evidence: Evidence) -> bool:
@@ -187,7 +187,7 @@ def _is_written_between(node: Node, found: _SoftmaxOfProducts) -> bool:
 
 
 def _has_kernel(result: Tensor, scores: Tensor) -> bool:
-    """By the products' results: under autocast they are in 16 bits, whatever goes into them."""
+    """Whether a fused kernel computes it, by the products' results: under autocast they are in 16 bits, whatever goes in."""
     if result.device.type != "cuda":
         return result.device.type == "cpu" and result.dtype == scores.dtype
     is_known = result.dtype in _HALF and scores.dtype == result.dtype and result.shape[-1] <= _WIDEST
