@@ -276,6 +276,7 @@ def test_what_makes_the_plan_smaller_at_no_cost_is_added_in_the_end(
     beside = msgspec.structs.replace(candidate("b", 0.0, saved_bytes=200), beside=("a",))
     result = found(world, [beside, candidate("a", 0.05)])
     assert ids(result) == (["a", "b"] if is_kept else ["a"])
+    assert all(p.measured is not None for p in result.levers)
     assert is_kept or [why in t.because for t in result.left_out if t.lever == "b"] == [True]
     world = World({"a": 1.2, "b": factor}, smaller={"b": saved})
     result = found(world, [beside, candidate("a", 0.05)])

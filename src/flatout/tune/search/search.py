@@ -516,14 +516,16 @@ class _LeverSearch:
             if verdict is None:
                 self._leave_out(candidate.lever, "not tried, the time was up: it saves memory")
                 continue
-            if not (verdict.equality.holds and _is_as_fast(verdict)):
+            if verdict.speed is None or not (verdict.equality.holds and _is_as_fast(verdict)):
                 self._leave_out(candidate.lever, why_not_proved(verdict))
                 continue
             if not verdict.footprints or verdict.footprints[-1].fraction[1] > _MUCH_SMALLER:
                 self._leave_out(candidate.lever, "it hardly saves memory here")
                 continue
             guarantee = max(planned.guarantee, verdict.equality.guarantee, key=GUARANTEES.index)
-            self._so_far.levers = (*self._so_far.levers, msgspec.structs.replace(planned, guarantee=guarantee))
+            measured = (verdict.speed.ratio, verdict.speed.low, verdict.speed.high)
+            planned = msgspec.structs.replace(planned, guarantee=guarantee, measured=measured)
+            self._so_far.levers = (*self._so_far.levers, planned)
 
     def finish(self) -> LeverSearchResult:
         """Prove all together against the untouched script, with fresh seeds; what cannot be proved loses its last lever.

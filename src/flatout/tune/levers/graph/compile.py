@@ -78,8 +78,7 @@ two thirds of a step went 1.30 times as fast compiled, and 2.05 times with graph
 _KERNELS_TUNED: Final = "coordinate_descent_tuning"
 """Sizes of the compiled kernels are tried one after the other, and no products and convolutions: a ResNet-50 with CUDA graphs
 went 1.04 times as fast as without (H200). Graphs also help where the host is never waited for: LoRA's steps of 179 ms on a
-Llama-like model took 178 ms so (bench/results/2026-12-01-h200,
-by_hand_lora and best_earlier/by_hand_lora_without_graphs)."""
+Llama-like model took 178 ms so (bench/results/2026-12-01-h200, by_hand_lora and best_earlier/by_hand_lora_without_graphs)."""
 _MIXED_REDUCTIONS: Final = "triton.mix_order_reduction"
 """One kernel for sums over rows and sums over columns. In torch 2.10 to 2.13 it returns gradients of another shape for weights of
 shape (1, C, 1, 1) after a norm (issue 178080 of pytorch/pytorch), and wrong ones where modulated norms share weights (193061)."""
