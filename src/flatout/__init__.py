@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from flatout.blocks.training.captured import captured as captured
     from flatout.blocks.training.captured_updates import captured_update as captured_update
     from flatout.blocks.training.checkpoints import Checkpoints as Checkpoints
-    from flatout.blocks.training.few_channels import pad_few_channels as pad_few_channels
     from flatout.blocks.training.frozen_weights import hold_frozen_weights as hold_frozen_weights
     from flatout.blocks.training.host_arrays import as_arrays as as_arrays
     from flatout.blocks.training.memoise import memoise as memoise
@@ -129,7 +128,6 @@ _HOMES = {
     "measure_machine": "flatout.machine.measure.probe:measure_machine",
     "memoise": "flatout.blocks.training.memoise:memoise",
     "offload_state": "flatout.blocks.training.offload:offload_state",
-    "pad_few_channels": "flatout.blocks.training.few_channels:pad_few_channels",
     "parallelize": "flatout.blocks.parallel.layouts:parallelize",
     "prune": "flatout.shrink.prune.pruning:prune",
     "pointwise_convolutions_as_products": (

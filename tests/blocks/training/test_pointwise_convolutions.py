@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import flatout
-from flatout.blocks.training.pointwise_convolutions import PointwiseConvolution, padded_linear
+from flatout.blocks.training.pointwise_convolutions import PointwiseConvolution
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 DEVICES = (
@@ -128,17 +128,3 @@ def test_results_are_laid_out_as_those_of_a_convolution(
     assert result.stride() == expected.stride()
     for a, b in zip(torch.autograd.grad(result, [x, *net.parameters()], grad), wanted, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_products_with_few_outputs_are_those_of_linear_layers(has_bias: bool) -> None:
-    torch.manual_seed(0)
-    leaves = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 7, 9), (3, 9), (3,))]
-    leaves = leaves[: 3 if has_bias else 2]
-    bias = leaves[2] if has_bias else None
-    found, wanted = (f(leaves[0], leaves[1], bias) for f in (padded_linear, torch.nn.functional.linear))
-    assert found.stride() == wanted.stride()
-    grad = torch.randn_like(wanted)
-    for a, b in zip(torch.autograd.grad(found, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True):
-        torch.testing.assert_close(a, b)
-    torch.testing.assert_close(found, wanted)

@@ -10,9 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatout.blocks.training.few_channels import padding
-from flatout.blocks.training.layer_classes import is_plain_convolution, with_class
-
 _ONE = (1, 1)
 
 
@@ -25,19 +22,11 @@ class PointwiseConvolution(nn.Conv2d):
             return super().forward(input)
         weight_DC = self.weight.flatten(1)
         if input.is_contiguous(memory_format=torch.channels_last) or _channels_lie_last(self.weight):
-            product = padded_linear if input.is_cuda and padding(self.out_channels) else F.linear
-            return product(input.permute(0, 2, 3, 1), weight_DC, self.bias).permute(0, 3, 1, 2)
+            return F.linear(input.permute(0, 2, 3, 1), weight_DC, self.bias).permute(0, 3, 1, 2)
         result: Tensor = torch.matmul(weight_DC, input.flatten(2))
         if self.bias is not None:
             result = result + self.bias.to(result.dtype)[:, None]
         return result.view(*result.shape[:2], *input.shape[2:])
-
-
-def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` computed with eight outputs where there are fewer: a GPU's matrix units take them by the eight."""
-    surplus = padding(len(weight))
-    bias = bias if bias is None else F.pad(bias, (0, surplus))
-    return F.linear(input, F.pad(weight, (0, 0, 0, surplus)), bias)[..., : len(weight)].contiguous()
 
 
 def _channels_lie_last(weight_DC11: Tensor) -> bool:
@@ -56,10 +45,18 @@ def pointwise_convolutions_as_products(model: nn.Module) -> Callable[[], None]:
     Returns:
         A function that puts back what was there before.
     """
-    return with_class([module for module in model.modules() if _is_pointwise(module)], PointwiseConvolution)
+    found = [module for module in model.modules() if _is_pointwise(module)]
+    for module in found:
+        module.__class__ = PointwiseConvolution
+
+    def undo() -> None:
+        for module in found:
+            module.__class__ = nn.Conv2d
+
+    return undo
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    if not is_plain_convolution(module):
+    if type(module) is not nn.Conv2d or "forward" in vars(module):
         return False
-    return (module.kernel_size, module.stride) == (_ONE, _ONE) and module.padding in ((0, 0), "valid")
+    return (module.kernel_size, module.stride, module.groups) == (_ONE, _ONE, 1) and module.padding in ((0, 0), "valid")
