@@ -462,16 +462,14 @@ def plan_of(name: str, row: Row, options: argparse.Namespace) -> Path:
         str(plan),
     ]
     command += ["--allow", row.allow]
-    ended = subprocess.run(
-        [*command, str(row.script), "--", *(row.arguments if row.tuned is None else row.tuned)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    (options.out / f"best_{name}.txt").write_text(neutral(ended.stdout + ended.stderr[-3000:], options.out))
+    command += [str(row.script), "--", *(row.arguments if row.tuned is None else row.tuned)]
+    progress = options.out / f"tune_{name}.log"
+    with progress.open("w") as log:  # to be read while it goes on
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, check=False, cwd=ROOT)
+    said = progress.read_text()
+    (options.out / f"best_{name}.txt").write_text(neutral(ended.stdout + said[-3000:], options.out))
     if not plan.exists():
-        raise SystemExit(f"{name}: tune wrote no plan: {ended.stderr[-800:]}")
+        raise SystemExit(f"{name}: tune wrote no plan: {said[-800:]}")
     plan.write_text(neutral(plan.read_text(), options.out))
     return plan
 

@@ -32,12 +32,13 @@ def found(
     objective: Objective = "time",
     most_bytes: int = 0,
     num_steps: int = 0,
+    is_on_device: bool = False,
 ) -> LeverSearchResult:
     levers = {
         n: lever(n, conflicts=(conflicts or {}).get(n, ()), guarantee=(guarantees or {}).get(n, "bounded"))
         for n in NAMES
     }
-    goal = SearchGoal(STEP_S, PEAK_BYTES, objective, most_bytes, allow, num_steps)
+    goal = SearchGoal(STEP_S, PEAK_BYTES, objective, most_bytes, allow, num_steps, is_on_device)
     return search_levers(candidates, levers, world, log or SearchLog(), goal)
 
 
@@ -283,6 +284,29 @@ def test_what_makes_the_plan_smaller_at_no_cost_is_added_in_the_end(
     assert not result.levers and any("acts on a" in t.because for t in result.left_out)
 
 
+@pytest.mark.parametrize(
+    ("is_on_device", "factor", "saved", "kept"),
+    [(True, 1.0, 100, "ab"), (True, 1.05, 100, "a"), (True, 1.0, 20, "a"), (False, 1.0, 100, "a")],
+)
+def test_what_saves_much_of_a_devices_memory_at_no_cost_is_added_in_the_end(
+    is_on_device: bool, factor: float, saved: int, kept: str
+) -> None:
+    world, log = World({"a": 0.5, "b": factor}, smaller={"b": saved}), SearchLog()
+    promised = [candidate("a", 0.05), candidate("b", 0.0005, saved_bytes=saved)]
+    result = found(world, promised, log=log, is_on_device=is_on_device)
+    assert ids(result) == list(kept)
+    assert len([t for t in result.left_out if t.lever == "b"]) == (kept == "a")
+    assert any(a.lever == "b" for a in log.attempts) == (is_on_device and saved > 50)
+
+
+def test_what_saves_much_of_a_devices_memory_is_begun_with_as_one_where_time_is_short() -> None:
+    world, log = World({"a": 0.5, "b": 0.8, "c": 1.0}, smaller={"c": 100}, most=2), SearchLog()
+    promised = [candidate("a", 0.05), candidate("b", 0.04), candidate("c", 0.0005, saved_bytes=100)]
+    result = found(world, promised, log=log, is_on_device=True)
+    assert ids(result) == ["a", "b", "c"]
+    assert [a.kind for a in log.attempts] == ["together", "final"]
+
+
 def test_nothing_fits_a_limit_that_is_too_low() -> None:
     world = World({"a": 0.5, "b": 1.2, "c": 0.8, "d": 1, "e": 1}, smaller={"b": 400})
     result = found(world, [candidate("b", -0.01, saved_bytes=400), candidate("c", 0.02)], most_bytes=100)
@@ -478,11 +502,15 @@ def test_where_time_is_short_all_that_is_cheap_is_begun_with_as_one() -> None:
 
 
 def test_what_gains_too_little_now_is_begun_with_where_the_others_leave_a_short_step() -> None:
-    world, log = World({"a": 0.3, "b": 0.6, "c": 0.95}, most=2), SearchLog()
-    result = found(world, [candidate("a", 0.06), candidate("b", 0.04), candidate("c", 0.0012)], log=log)
+    world = World({"a": 0.3, "b": 0.6, "c": 0.95}, most=2)
+    result = found(world, [candidate("a", 0.06), candidate("b", 0.04), candidate("c", 0.0012)])
     assert sorted(ids(result)) == ["a", "b", "c"]
     alone = found(World({"c": 0.95}, most=2), [candidate("c", 0.0012)])
     assert not alone.levers
+    most = msgspec.structs.replace(candidate("a", 0.0), saved_s=(0.005, 0.09))  # as of float32 products in bfloat16
+    world = World({"a": 0.3, "b": 0.9, "c": 0.95}, most=1)
+    result = found(world, [most, candidate("b", 0.01), candidate("c", 0.0004)])
+    assert sorted(ids(result)) == ["a", "b", "c"], "the others may make the step short"
     slow = found(
         World({"a": 0.97, "b": 0.97, "c": 0.95}, most=2), [candidate(n, 0.003) for n in "ab"] + [candidate("c", 0.0012)]
     )

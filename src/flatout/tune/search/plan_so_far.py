@@ -17,6 +17,8 @@ _CARRIES_OVER: Final = 1.25
 """What a trial at a line saved, the whole step saves within this factor (35 of 42 scripts, bench/results, check_examples)."""
 _SMALLEST_GAIN: Final = 1.02
 """A lever whose best promise is below this is not tried: no interval on an ordinary machine would exclude 1."""
+MUCH_SMALLER: Final = 0.95
+"""Of the peak: what saves less memory at the same speed is not worth another lever in a plan, in our judgement."""
 
 
 class PlanSoFar:
@@ -97,9 +99,18 @@ class PlanSoFar:
         return self._goal.effort_of(self._known[lever], parameters)
 
     def is_too_little(self, candidate: Candidate, *, beside: Sequence[Candidate] = ()) -> bool:
-        """Whether a candidate could gain too little to be told from noise, of a step that these others have made shorter."""
-        left_s = max(1 - _MOST, 1.0 - self.predicted_saving(beside)) * self.step_s
+        """Whether a candidate could gain too little to be told from noise, of a step that these others have made shorter.
+
+        They are taken to save as much as they may: one more beside them costs nothing, and of the step that was observed a gain
+        looks small that is not of the one that they leave.
+        """
+        saved_s = sum(max(0.0, self.expected_saving(other)[1]) for other in beside)
+        left_s = max((1 - _MOST) * self.step_s, self.step_s - saved_s)
         return speed_up(left_s, min(self.expected_saving(candidate)[1], _MOST * left_s)) < _SMALLEST_GAIN
+
+    def is_much_smaller(self, candidate: Candidate) -> bool:
+        """Whether a candidate should make a step so much smaller, where memory is a device's, that it is welcome at no cost."""
+        return self._goal.is_on_device and candidate.saved_bytes > (1 - MUCH_SMALLER) * self._goal.peak_bytes > 0
 
     def why_not(self, candidate: Candidate) -> str:
         """Why a candidate is not worth a trial; '' where it is."""

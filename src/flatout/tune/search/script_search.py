@@ -300,9 +300,10 @@ def search_script(
         module=script.target if script.kind == "module" else "",
         proved_on=circumstances_of(evidence),
     )
+    memory = main_memory(evidence) if evidence.workload.device != "cpu" else None
     goal = SearchGoal(
         evidence.steps.whole_s,
-        0,
+        memory.measured_peak_bytes or 0 if memory is not None else 0,
         settings.objective,
         settings.most_bytes,
         settings.allow if settings.allow is not None else settings.terms.guarantee,
@@ -328,9 +329,9 @@ def search_script(
         run_steps=settings.num_steps,
         workers=settings.workers,
         device=evidence.workload.device,
-        memory=main_memory(evidence) if goal.is_on_device else None,
+        memory=memory,
     ) as bench:
-        goal = goal._replace(peak_bytes=bench.peak_bytes() if settings.most_bytes else 0)
+        goal = goal._replace(peak_bytes=bench.peak_bytes() if settings.most_bytes else goal.peak_bytes)
         found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)
     refused = (LeftOut(lever=r.lever, because=r.because, is_for_script=False) for r in proposed.refusals)
     tuned = Tuned(

@@ -12,7 +12,7 @@ from flatout.core.records.lever import Candidate, Lever, PlannedLever
 from flatout.core.records.plan import Attempt, AttemptKind, LeftOut
 from flatout.core.records.verdict import GUARANTEES, Guarantee, Speed, Verdict, What
 from flatout.tune.search.goal import Objective, SearchGoal
-from flatout.tune.search.plan_so_far import PlanSoFar, gain_of, guarantee_of, settings_of
+from flatout.tune.search.plan_so_far import MUCH_SMALLER, PlanSoFar, gain_of, guarantee_of, settings_of
 from flatout.tune.search.search_log import SearchLog
 from flatout.tune.search.verdict_words import why_not_proved
 
@@ -33,8 +33,6 @@ _BEYOND_DOUBT: Final = 1.3
 """A lever that was proved to be so much faster in the middle was not picked for its luck among some tens that were tried."""
 _NOTHING_LOST: Final = 0.99
 """A lever is taken out where the plan without it is at least so many times as fast: it costs nothing to keep what may help."""
-_MUCH_SMALLER: Final = 0.95
-"""Of the peak: what saves less memory at the same speed is not worth another lever in a plan, in our judgement."""
 _WORTH_A_LONGER_RACE: Final = 1.03
 """What is equal and so much faster by the first race is raced longer where there is time left in the end."""
 _SLIGHT: Final = 0.02
@@ -115,7 +113,7 @@ def search_levers(
         run.climb([c for c in ordered if not c.is_companion], [c for c in ordered if c.is_companion])
         run.prune()
         run.decide()
-    run.spare(beside)
+    run.spare([*run.welcome, *beside])
     return run.finish()
 
 
@@ -175,6 +173,8 @@ class _LeverSearch:
         """Candidates that are equal and seemed to be faster, on top of the plan as it is."""
         self._reasons: dict[int, LeftOut] = {}
         """Why a candidate was left out when it was tried, by its identity: tried again, it gets another reason."""
+        self.welcome: list[Candidate] = []
+        """Candidates that save much of a device's memory and hardly any time, to be tried in the end."""
         self._blamed: list[Candidate] = []
         """Candidates by which a plan of several failed, or that met nothing to change: alone it would be the same."""
         self._failed: dict[str, list[Verdict]] = {}
@@ -224,7 +224,9 @@ class _LeverSearch:
             tried = [c for c in tried if not any(c is one for one in suspects)]
 
     def _go_together(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those that are cheap and should gain something, with what gains little now and more once the others did their part."""
+        """Those that are cheap and should gain something, with what gains little now and more once the others did their part, and
+        what saves much of a device's memory at no cost.
+        """
         before, tried, slight = self._so_far.levers, list[Candidate](), list[Candidate]()
         for candidate in candidates:
             effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
@@ -238,8 +240,11 @@ class _LeverSearch:
             elif self._goes_with_plan(candidate):
                 tried.append(candidate)
                 self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
-        for candidate in [c for c in slight if not self._so_far.is_too_little(c, beside=tried)]:
-            if self._goes_with_plan(candidate):
+        for candidate in slight:
+            is_worth_it = self._so_far.is_much_smaller(candidate) or not self._so_far.is_too_little(
+                candidate, beside=tried
+            )
+            if is_worth_it and self._goes_with_plan(candidate):
                 tried.append(candidate)
                 self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
         self._so_far.levers = before
@@ -355,6 +360,9 @@ class _LeverSearch:
             if self._so_far.is_planned(candidate) or any(candidate is one for one in self._blamed):
                 continue  # it came in with others, or failed with them
             why = self._so_far.why_not(candidate)
+            if why and self._so_far.is_much_smaller(candidate) and not self._so_far.clash(candidate):
+                self.welcome.append(candidate)
+                continue
             if why:
                 self._leave_out(candidate.lever, why, self._so_far.most_gain(candidate))
                 continue
@@ -502,9 +510,9 @@ class _LeverSearch:
                 self._leave_out(planned.id, "the others leave it nothing to gain")
 
     def spare(self, candidates: Sequence[Candidate]) -> None:
-        """Add what makes a step smaller and no slower, on top of the levers whose work it acts on."""
+        """Add what makes a step smaller and no slower; what acts on the work of others, where one of them is in the plan."""
         for candidate in candidates:
-            if not {p.id for p in self._so_far.levers} & set(candidate.beside):
+            if candidate.beside and not {p.id for p in self._so_far.levers} & set(candidate.beside):
                 lacking = f"it acts on {' and '.join(candidate.beside)}, which the plan does not have"
                 self.left_out.append(LeftOut(lever=candidate.lever, because=lacking, is_for_script=False))
                 continue
@@ -519,7 +527,7 @@ class _LeverSearch:
             if verdict.speed is None or not (verdict.equality.holds and _is_as_fast(verdict)):
                 self._leave_out(candidate.lever, why_not_proved(verdict))
                 continue
-            if not verdict.footprints or verdict.footprints[-1].fraction[1] > _MUCH_SMALLER:
+            if not verdict.footprints or verdict.footprints[-1].fraction[1] > MUCH_SMALLER:
                 self._leave_out(candidate.lever, "it hardly saves memory here")
                 continue
             guarantee = max(planned.guarantee, verdict.equality.guarantee, key=GUARANTEES.index)
