@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
@@ -143,9 +144,15 @@ def toml_of(levers: list[tuple[str, dict[str, Any]]]) -> str:
 class Race:
     """Sides that stand in processes of their own and take stretches of whole cycles of steps in turn. Use it in a `with`."""
 
-    def __init__(self, sides: dict[str, Request], *, cycle: int = 1, start_s: float = START_S) -> None:
+    def __init__(
+        self, sides: dict[str, Request], *, cycle: int = 1, start_s: float = START_S, one_by_one: bool = False
+    ) -> None:
+        """Sides start at once; or `one_by_one`, so that the seconds to their first steps can be compared."""
         self.failed: dict[str, str] = {}
         """Why sides failed."""
+        self.stood_after_s: dict[str, float] = {}
+        """Seconds from the start of the race, or of the side where they start one by one, until it stood."""
+        self._one_by_one = one_by_one
         self.peak_bytes: dict[str, int] = {}
         """What sides held of the device at most, in the last stretch that they took."""
         self._sides, self._cycle, self._start_s = sides, cycle, start_s
@@ -156,10 +163,15 @@ class Race:
 
     def __enter__(self) -> Race:
         first: list[SideAnswer] = []
-        for side in self._sides:
+        for side in () if self._one_by_one else self._sides:
             self._start(side)
+        began = time.monotonic()
         for side in self._sides:
+            if self._one_by_one:
+                began = time.monotonic()
+                self._start(side)
             first += self._first_answer(side)
+            self.stood_after_s[side] = time.monotonic() - began
         lost = [side for side, why in self.failed.items() if is_out_of_memory(why)]
         for side in lost:  # once more, beside sides that stand
             del self.failed[side]

@@ -31,6 +31,7 @@ NAMED: Final = (
     ("best_earlier/*", "bench/best_device.py"),
     ("best_*", "bench/best_device.py"),
     ("by_hand_*", "bench/best_device.py"),
+    ("ways_*", "bench/compile_ways.py"),
     ("few_channels*", "bench/few_channels.py"),
     ("gelu_products*", "bench/gelu_products_device.py"),
     ("float8_gating*", "bench/float8_gating_device.py"),

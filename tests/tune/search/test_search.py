@@ -582,6 +582,37 @@ def test_on_a_device_what_is_expensive_goes_first_where_it_promises_more_than_al
         assert log.attempts[0].kind == (first if is_on_device else "together")
 
 
+@pytest.mark.parametrize(
+    ("most", "crashing", "kinds"),
+    [
+        (9, "", ["add", "add", "add", "add"]),
+        (3, "", ["add", "together"]),
+        (3, "d", ["add", "together", "add"]),
+        (2, "", ["add", "add"]),
+    ],
+)
+def test_on_a_device_what_is_expensive_is_tried_as_one_where_there_is_no_time_for_each(
+    most: int, crashing: str, kinds: list[str]
+) -> None:
+    """Not where there would be none for the first alone, should they fail."""
+    levers = {name: msgspec.structs.replace(lever(name), effort=1.0 if name == "a" else 5.0) for name in "abcd"}
+    world, log = World({"a": 0.9, "b": 0.8, "c": 0.9, "d": 0.9}, crashing=list(crashing), most=most), SearchLog()
+    candidates = [candidate("a", 0.09), candidate("b", 0.05), candidate("c", 0.03), candidate("d", 0.02)]
+    goal = SearchGoal(STEP_S, PEAK_BYTES, "time", 0, "bounded", 0, True)
+    result = search_levers(candidates, levers, world, log, goal)
+    assert [a.kind for a in log.attempts if a.kind not in ("final", "drop")] == kinds
+    assert ids(result)[:2] == ["a", "b"] and world.is_right(result.levers)
+    assert len(result.levers) == (4 if most > 2 and not crashing else 2)
+
+
+def test_what_is_judged_by_losses_does_not_have_the_others_judged_so() -> None:
+    world, log = World({"a": 0.8, "b": 0.7, "c": 0.9}, most=1), SearchLog()
+    promised = [candidate(name, 0.03) for name in "abc"]
+    found(world, promised, log=log, guarantees={"c": "quality"}, allow="quality")
+    assert log.attempts[0].kind == "together"
+    assert [p.id for p in log.attempts[0].after] == ["a", "b"]
+
+
 def test_where_those_begun_with_are_wrong_they_are_tried_alone() -> None:
     world = World({"a": 0.8, "b": 0.4}, wrong=["a"], most=1)
     assert not found(world, [candidate(name, 0.03) for name in "ab"]).levers

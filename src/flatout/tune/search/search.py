@@ -180,7 +180,7 @@ class _LeverSearch:
         self._failed: dict[str, list[Verdict]] = {}
         """Verdicts on ways to pull a lever that failed or computed something else."""
         self._is_complete = True
-        self._has_joined = False
+        self._has_joined = self._has_joined_expensive = False
 
     def shrink(self, candidates: Sequence[Candidate]) -> None:
         """Add levers that save memory: all that do where memory is the aim, else until the limit is kept."""
@@ -216,6 +216,35 @@ class _LeverSearch:
         ):
             return
         self._has_joined = True
+        self._try_without_suspects(tried)
+
+    def _join_expensive(self, candidates: Sequence[Candidate]) -> None:
+        """Try as one what is expensive, or judged by losses, on a device, once nothing cheap is left.
+
+        Only where there is no time for each, but still for the first alone should they fail. What compiles does so once then,
+        which is most of such a comparison.
+        """
+        if self._has_joined_expensive or not self._goal.is_on_device:
+            return
+        if any(not c.is_companion for c in self._go_together(candidates)):
+            return
+        before, tried = self._so_far.levers, list[Candidate]()
+        for candidate in candidates:
+            if candidate.is_companion or candidate.is_risky or candidate.fallback_for:
+                continue
+            if not self._so_far.why_not(candidate) and not self._so_far.displaced(candidate):
+                tried.append(candidate)
+                self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
+        self._so_far.levers = before
+        efforts = [self._so_far.effort_of(c.lever, c.parameters) for c in tried]
+        if len(tried) < 2 or self._bench.has_time_for_each(efforts):
+            return
+        if self._bench.has_time_for_each([max(efforts), efforts[0]]):
+            self._has_joined_expensive = True
+            self._try_without_suspects(tried)
+
+    def _try_without_suspects(self, tried: list[Candidate]) -> None:
+        """Try these as one; where that fails, once more without those that it may have failed by."""
         while len(tried) > 1 and not all(c.is_companion for c in tried):
             verdict = self._try_joined([self._so_far.planned(candidate) for candidate in tried], tried)
             suspects = self._suspects(verdict, tried)
@@ -233,6 +262,8 @@ class _LeverSearch:
             is_safe = candidate.is_companion or candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
             if candidate.is_risky or candidate.fallback_for or not is_safe or effort > self._goal.cheap:
                 continue
+            if guarantee_of(self._levers[candidate.lever], candidate) == "quality":
+                continue  # all of them would be judged by losses then
             if any(candidate.lever in other.replaces for other in candidates):
                 continue
             if not candidate.is_companion and self._so_far.is_too_little(candidate):
@@ -357,6 +388,7 @@ class _LeverSearch:
                 continue
             if rivals is not None:
                 self._join([*(c for c, _, _ in doubtful), *candidates[number:], *companions], candidate)
+                self._join_expensive(candidates[number:])
             if self._so_far.is_planned(candidate) or any(candidate is one for one in self._blamed):
                 continue  # it came in with others, or failed with them
             why = self._so_far.why_not(candidate)
