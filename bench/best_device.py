@@ -10,7 +10,8 @@ hand raced, whose results are `by_hand_ROW.json`. `--settings-of` names a folder
 fastest there races alone.
 
 `--losses` runs 500 steps of both, and of the untouched script where that does not take many times as long, on `--seeds` each,
-and compares the last losses; `--only-losses` does nothing else.
+and compares the last losses, with `--loss-batch` rows a step where that is not the script's own number; `--only-losses` does
+nothing else.
 `--accounts both` says where a step of the plan and of the fastest peer goes, kernel by kernel (bench/best/account.py); `plan`
 and `peer` name one of them.
 `--gpus` races as many rows side by side, each on a GPU of its own. `--small` tries it all on a CPU, where the examples are toys;
@@ -34,6 +35,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from over_gpus import Job, run_over_gpus
 from tune_device import FLATOUT, LONG, ROOT, START_S, Race, estimate, neutral, toml_of
@@ -275,6 +277,7 @@ def main() -> int:
     parser.add_argument("--losses", action="store_true")
     parser.add_argument("--only-losses", action="store_true")
     parser.add_argument("--seeds", type=int, default=3, help="of each side whose losses are compared")
+    parser.add_argument("--loss-batch", type=int, help="rows of a step of all sides whose losses are compared")
     parser.add_argument("--at-once", type=int, default=1, help="seeds of a side whose losses are run side by side")
     parser.add_argument("--accounts", choices=("both", "plan", "peer"))
     parser.add_argument("--small", action="store_true")
@@ -302,7 +305,7 @@ def main() -> int:
         if options.losses or options.only_losses:
             fastest = with_fastest_settings(name, row, options.settings_of or options.out)
             out = options.out / f"losses_{name}.json"
-            losses = compare_losses(out, fastest, plan, options.seeds, options.at_once)
+            losses = compare_losses(out, fastest, plan, options)
             print(json.dumps(losses, indent=1), flush=True)
     return 0
 
@@ -323,8 +326,8 @@ def with_fastest_settings(name: str, row: Row, folder: Path) -> Row:
 def side_by_side(options: argparse.Namespace) -> int:
     """Rows in processes of their own, the next one on whichever GPU is free; the number of processes that failed."""
     flags = [f"--{n}" for n in ("losses", "only-losses", "small") if getattr(options, n.replace("-", "_"))]
-    flags += ["--at-once", str(options.at_once)]
-    for name in ("budget", "plans", "levers", "settings-of", "accounts"):
+    flags += ["--at-once", str(options.at_once), "--seeds", str(options.seeds)]
+    for name in ("budget", "plans", "levers", "settings-of", "accounts", "loss-batch"):
         if (path := getattr(options, name.replace("-", "_"))) is not None:
             flags += [f"--{name}", path]
     jobs = [
@@ -413,7 +416,7 @@ def peer_requests(row: Row) -> dict[str, Request]:
     }
 
 
-def compare_losses(out: Path, row: Row, plan: Path, num_seeds: int, num_at_once: int) -> dict[str, list[float | None]]:
+def compare_losses(out: Path, row: Row, plan: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The last losses of LOSS_STEPS steps of the plan and of the first setting of each peer, seed by seed, saved side by side."""
     sides = {} if row.is_plain_slow else {"untouched": Request(target=str(row.script), arguments=row.arguments)}
     sides["flatout"] = own_request(row, plan)
@@ -421,13 +424,16 @@ def compare_losses(out: Path, row: Row, plan: Path, num_seeds: int, num_at_once:
     for peer, one in row.peers.items():
         side = f"{peer}: {next(iter(one.settings))}"
         sides[side] = requests[side]
+    batch = () if options.loss_batch is None else ("--batch", str(options.loss_batch))
     losses: dict[str, list[float | None]] = {}
-    with ThreadPoolExecutor(num_at_once) as pool:
+    found = {"steps": LOSS_STEPS, "loss_batch": options.loss_batch, "device": circumstances().device, "losses": losses}
+    with ThreadPoolExecutor(options.at_once) as pool:
         for side, request in sides.items():
-            seeds = range(FIRST_SEED, FIRST_SEED + num_seeds)
-            losses[side] = list(pool.map(partial(last_loss, request), seeds))
-            out.write_text(json.dumps(losses, indent=1) + "\n")
-    return losses
+            seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
+            with_batch = msgspec.structs.replace(request, arguments=(*request.arguments, *batch))
+            losses[side] = list(pool.map(partial(last_loss, with_batch), seeds))
+            out.write_text(json.dumps(found, indent=1) + "\n")
+    return found
 
 
 def account(out: Path, request: Request, row: Row) -> None:
@@ -476,8 +482,6 @@ def plan_of(name: str, row: Row, options: argparse.Namespace) -> Path:
 
 def last_loss(request: Request, seed: int) -> float | None:
     """The mean of the last losses of LOSS_STEPS steps on a seed; None where the run failed."""
-    import msgspec
-
     wanted = msgspec.structs.replace(request, is_whole=True, num_losses=LOSS_STEPS, seed=seed)
     with tempfile.TemporaryDirectory() as folder, SideProcess(msgspec.structs.replace(wanted, folder=folder)) as side:
         try:

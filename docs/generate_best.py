@@ -112,16 +112,21 @@ def _peaks(found: dict[str, Any]) -> Iterator[str]:
         yield "Peak of device memory: " + ", ".join(f"{side} {peaks[side]:.1f} GiB" for side in shown) + "."
 
 
-def _losses(name: str, losses: dict[str, list[float | None]]) -> Iterator[str]:
+def _losses(name: str, found: dict[str, Any]) -> Iterator[str]:
+    losses: dict[str, list[float | None]] = found["losses"]
+    rows = f" of {found['loss_batch']} rows" if found["loss_batch"] else ""
+    num_seeds = max(map(len, losses.values()))
     yield from (
         "",
-        f"Losses of {ROWS[name].title} after 500 steps, on three seeds:",
+        f"Losses of {ROWS[name].title} after {found['steps']} steps{rows}, on {num_seeds} seeds ({found['device']}):",
         "",
-        "| side | losses |",
-        "|---|---|",
+        "| side | mean | from - to | each |",
+        "|---|---|---|---|",
     )
     for side, values in losses.items():
-        yield f"| {side} | {', '.join(_NONE if v is None else f'{v:.4f}' for v in values)} |"
+        known = [v for v in values if v is not None]
+        mean = f"{sum(known) / len(known):.4f} | {min(known):.4f} - {max(known):.4f}" if known else f"{_NONE} | {_NONE}"
+        yield f"| {side} | {mean} | {', '.join(_NONE if v is None else f'{v:.4f}' for v in values)} |"
 
 
 def _cpu_part() -> Iterator[str]:

@@ -43,11 +43,18 @@ RACED = {
     "planned_by": "tune",
 }
 
+LOSSES = {
+    "steps": 500,
+    "loss_batch": 16,
+    "device": "NVIDIA H200",
+    "losses": {"untouched": [3.25, None, 3.15], "nanoGPT: batch 64": [None, None, None]},
+}
+
 
 def test_rows_are_the_newest_of_each_and_the_others_are_still_to_be_raced(best: Any, tmp_path: Path) -> None:
     write(tmp_path / "2026-11-01-h200", "best_gpt2.json", RACED | {"plan": ["memory.fusion"]})
     write(tmp_path / "2026-11-02-h200", "best_gpt2.json", RACED)
-    write(tmp_path / "2026-11-02-h200", "losses_gpt2.json", {"untouched": [3.25, None]})
+    write(tmp_path / "2026-11-02-h200", "losses_gpt2.json", LOSSES)
     write(
         tmp_path / "2026-11-03-h200",
         "world_tune.json",
@@ -69,7 +76,9 @@ def test_rows_are_the_newest_of_each_and_the_others_are_still_to_be_raced(best: 
         "`graph.compile` |",
     ]
     assert sum("not raced yet" in line for line in lines) == len([p for r in best.ROWS.values() for p in r.peers]) - 1
-    assert "| untouched | 3.2500, - |" in lines
+    assert "Losses of GPT-2 124M, 1024 tokens after 500 steps of 16 rows, on 3 seeds (NVIDIA H200):" in lines
+    assert "| untouched | 3.2000 | 3.1500 - 3.2500 | 3.2500, -, 3.1500 |" in lines
+    assert "| nanoGPT: batch 64 | - | - | -, -, - |" in lines
     assert "| [`graph.compile`](levers/graph.compile.md) | 1 | 0 | 1 |" in lines
 
 
