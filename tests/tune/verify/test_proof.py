@@ -545,9 +545,56 @@ def test_on_a_device_all_that_may_judge_a_change_is_recorded_at_once(folder: Pat
         assert together._recorded.keys() == alone._recorded.keys()
 
 
+@pytest.mark.parametrize(("total", "is_begun"), [(100, True), (3, False)])
+def test_on_a_device_with_room_what_judges_coarser_numbers_is_begun_with_both_sides(
+    folder: Path, total: int, is_begun: bool
+) -> None:
+    """As if on a device: a process that was begun is the one that answers, and none is left."""
+    request, terms = script(folder, "a.py"), ProofTerms(num_steps=4, timeout_s=60.0)
+    started: list[Request] = []
+
+    class Counted(BaseRuns):
+        def process(self, request: Request) -> SideProcess:
+            started.append(request)
+            return super().process(request)
+
+    with ExitStack() as stack:
+        early, alone = (Counted(request, terms, lambda _: None) for _ in range(2))
+        stack.callback(early.end)
+        stack.callback(alone.end)
+        early.expect("a device", 1, total)
+        early.begin("bfloat16")
+        early.begin("float64")
+        assert [one.dtype for one in started] == ["bfloat16", "float64"] * is_begun
+        found = early.steps("bfloat16")
+        early.record_together([("bfloat16", 0), ("float64", 0)])
+        assert [one.dtype for one in started] == ["bfloat16", "float64"]
+        assert not early._begun
+        assert compare_exact(found, alone.steps("bfloat16")).holds
+        assert compare_exact(early.steps("float64"), alone.steps("float64")).holds
+        early.terms = msgspec.structs.replace(terms, seed=5)
+        early.begin("bfloat16")
+        early.end_begun()
+        assert not early._begun and len(early.steps("bfloat16")) == 4
+
+
+@pytest.mark.parametrize(("factor", "is_equal"), [(1.0001, True), (1.5, False)])
+def test_a_change_is_judged_alike_where_what_judges_it_was_begun_early(
+    folder: Path, factor: float, is_equal: bool
+) -> None:
+    change = f"[p.grad.mul_({factor}) for p in net.parameters()]"
+    one, two = script(folder, "a.py"), script(folder, "b.py", change=change)
+    terms = ProofTerms(num_steps=4, timeout_s=60.0, at="bfloat16", is_timed=False)
+    with ScriptProver(one, terms) as early, ScriptProver(one, terms) as usual:
+        early.expect("a device", 1, 100)
+        found, wanted = early.prove(one, two), usual.prove(one, two)
+    assert found.equality.holds is wanted.equality.holds is is_equal
+    assert found.equality.worst == wanted.equality.worst
+
+
 @pytest.mark.parametrize(
     ("free_gib", "num"),
-    [(0, 1), (5, 1), (6, 2), (7, 2), (8, 3), (100, 3)],
+    [(0, 0), (5, 1), (6, 2), (7, 2), (8, 3), (100, 3)],
 )
 def test_runs_at_once_fit_into_what_is_free(free_gib: int, num: int) -> None:
     """Of a script that holds 1 GiB, beside another: four fifths of the rest for 1.4, 2.2 and 1.4 GiB."""

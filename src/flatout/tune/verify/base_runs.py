@@ -51,6 +51,8 @@ class BaseRuns:
         self._num_folders = 0
         self._servers = fork_servers()
         self._recorded: dict[tuple[int, str, int, Shared], list[Step]] = {}
+        self._begun: dict[tuple[int, str, int, Shared], tuple[SideProcess, ExitStack]] = {}
+        """Processes that record already, until they are asked, with what ends them."""
         self._unrecordable: dict[tuple[int, str, int, Shared], str] = {}
         """Why steps could not be recorded by a process alone, which is not tried again."""
         self._environments: dict[int, Path] = {}
@@ -58,6 +60,7 @@ class BaseRuns:
 
     def end(self) -> None:
         """End the processes that wait to be forked, and remove what was recorded."""
+        self.end_begun()
         if self._servers is not None:
             self._servers.end()
         self._folder.cleanup()
@@ -86,6 +89,7 @@ class BaseRuns:
         """What is known of the script before it is run here: its device, what it holds of that, and how much there is."""
         self.device = device
         self.is_tight = 2 * peak_bytes > _TOGETHER * total_bytes > 0
+        self._peak_bytes, self._free_bytes = peak_bytes, total_bytes - peak_bytes
 
     def note_memory(self, one: SideAnswer, two: SideAnswer | None = None) -> None:
         """What a side held of the device's memory at its peak, and what is free beside it, and beside another."""
@@ -123,6 +127,25 @@ class BaseRuns:
         """Whether two runs go on a device at once, by what those so far held of its memory."""
         return self.device != "cpu" and _num_that_fit(["", ""], self._peak_bytes, self._free_bytes) > 1
 
+    def begin(self, dtype: str) -> None:
+        """Begin to record the base's steps in this precision, beside two sides that start, where a device has room for all three.
+
+        They are asked for once the sides stand, and would start only then.
+        """
+        key: tuple[int, str, int, Shared] = (self.terms.seed, dtype, 0, self._shared)
+        if self.device == "cpu" or self.is_tight or key in self._recorded.keys() | self._unrecordable.keys():
+            return
+        if _num_that_fit([dtype], self._peak_bytes, self._free_bytes):
+            stack = ExitStack()
+            request = msgspec.structs.replace(self.recording(self.base), dtype=dtype)
+            self._begun[key] = stack.enter_context(self.process(request)), stack
+
+    def end_begun(self) -> None:
+        """End the processes that were begun and not asked."""
+        while self._begun:
+            _, (_, stack) = self._begun.popitem()
+            stack.close()
+
     def steps(self, dtype: str = "", noise_seed: int = 0) -> list[Step]:
         """The base's steps, in this precision and with this rounding noise; run for that if they have not been.
 
@@ -139,7 +162,9 @@ class BaseRuns:
             request = msgspec.structs.replace(self.recording(self.base), dtype=dtype, noise_seed=noise_seed)
             try:
                 with self._judging():
-                    self._recorded[key] = self.first_steps(request)
+                    self._ask_begun(key)
+                    if key not in self._recorded:
+                        self._recorded[key] = self.first_steps(request)
                     self._note_environments(request)
             except Failed as e:
                 self._unrecordable[key] = str(e)
@@ -155,10 +180,13 @@ class BaseRuns:
             return
         seed, shared = self.terms.seed, self._shared
         wanted = list(dict.fromkeys(wanted))
+        with self._judging():
+            for dtype, noise in wanted:
+                self._ask_begun((seed, dtype, noise, shared))
         known = self._recorded.keys() | self._unrecordable.keys()
         left = [(dtype, noise) for dtype, noise in wanted if (seed, dtype, noise, shared) not in known]
         while left:
-            num = _num_that_fit([dtype for dtype, _ in left], self._peak_bytes, self._free_bytes)
+            num = max(1, _num_that_fit([dtype for dtype, _ in left], self._peak_bytes, self._free_bytes))
             group, left = left[:num], left[num:]
             self._on_progress(f"the steps before the change in {len(group)} other ways at once")
             with self._judging(), ExitStack() as stack:
@@ -170,6 +198,14 @@ class BaseRuns:
                 for (dtype, noise), process in zip(group, processes, strict=True):
                     with suppress(Failed):  # it is run alone where it is wanted, with all the memory
                         self._recorded[seed, dtype, noise, shared] = self._recorded_by(process)
+
+    def _ask_begun(self, key: tuple[int, str, int, Shared]) -> None:
+        """Keep what a process has recorded that was begun, if there is one and it came so far."""
+        if key not in self._begun:
+            return
+        process, stack = self._begun.pop(key)
+        with stack, suppress(Failed):
+            self._recorded[key] = self._recorded_by(process)
 
     def first_steps(self, request: Request) -> list[Step]:
         """What a process for this request records. Raises Failed when it cannot be run."""
@@ -198,11 +234,11 @@ class BaseRuns:
 
 
 def _num_that_fit(dtypes: Sequence[str], peak_bytes: int, free_bytes: int) -> int:
-    """How many of the first of these runs of a script go on a device at once, beside two that stand: one at least."""
+    """How many of the first of these runs of a script go on a device at once, beside two that stand."""
     left, num = _SPARED * (free_bytes - peak_bytes), 0
     for dtype in dtypes:
         left -= (_WIDE if dtype == "float64" else _NOISY) * peak_bytes
         if left < 0:
             break
         num += 1
-    return max(1, num)
+    return num

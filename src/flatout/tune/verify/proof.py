@@ -222,6 +222,9 @@ class ScriptProver:
             self._on_progress("the first steps of both sides")
             # both are recorded, whether it is read or not: it leaves its traces in allocators, which race alike then
             one_request, two_request = self._runs.recording(before), self._runs.recording(after)
+            if terms.is_compared and terms.at:
+                stack.callback(self._runs.end_begun)
+                self._runs.begin(terms.at)
             one_process, one, two_process = self._started(stack, one_request, two_request)
             if one.what == "ended" and (one.error or not one.num_steps):
                 raise Failed(f"'{before.target}' ended after {one.num_steps} steps: {one.error or 'too few'}")
