@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Final
 
 from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever
@@ -73,6 +74,12 @@ class PlanSoFar:
             warm_up_steps=candidate.warm_up_steps,
             because=candidate.because,
         )
+
+    def with_one_more(self, candidate: Candidate) -> PlanSoFar:
+        """A plan like this one with the candidate as its last lever, as if nothing were known of what it gains."""
+        other = copy(self)
+        other.levers = (*self.levers, self.planned(candidate))
+        return other
 
     def expected_saving(self, candidate: Candidate) -> tuple[float, float]:
         """Seconds that a lever may save of the step as it is now, when it was promised for the untouched one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple, Protocol, get_args
 
@@ -10,10 +9,11 @@ import msgspec
 
 from flatout.core.records.lever import Candidate, Lever, PlannedLever
 from flatout.core.records.plan import Attempt, AttemptKind, LeftOut
-from flatout.core.records.verdict import GUARANTEES, Guarantee, Speed, Verdict, What
+from flatout.core.records.verdict import GUARANTEES, Speed, Verdict, What
 from flatout.tune.search.goal import Objective, SearchGoal
 from flatout.tune.search.plan_so_far import MUCH_SMALLER, PlanSoFar, gain_of, guarantee_of, settings_of
 from flatout.tune.search.search_log import SearchLog
+from flatout.tune.search.selection import allowed_candidates, by_gain_for_effort, cheap_as_one, one_of_each_lever
 from flatout.tune.search.verdict_words import why_not_proved
 
 _STRONG: Final = 2.0
@@ -35,8 +35,6 @@ _NOTHING_LOST: Final = 0.99
 """A lever is taken out where the plan without it is at least so many times as fast: it costs nothing to keep what may help."""
 _WORTH_A_LONGER_RACE: Final = 1.03
 """What is equal and so much faster by the first race is raced longer where there is time left in the end."""
-_SLIGHT: Final = 0.02
-"""The share of a step that a lever tried with others may cost at worst, by its prediction."""
 _MET_NOTHING: Final = "it met nothing to change in the steps that were raced"
 _NO_COMPANY: Final = "it gains nothing alone, and nothing else made the step so fast that it would wait for this"
 
@@ -96,7 +94,7 @@ def search_levers(
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> LeverSearchResult:
     """The best plan that could be proved: never slower, never wrong, never over the limit; empty where nothing helps."""
-    allowed, refused = _allowed(candidates, levers, goal.allow)
+    allowed, refused = allowed_candidates(candidates, levers, goal.allow)
     run = _LeverSearch(PlanSoFar(levers, goal, allowed), levers, bench, log, goal, on_progress)
     run.left_out += refused
     if goal.objective == "time" and not goal.must_shrink:
@@ -109,47 +107,12 @@ def search_levers(
     if goal.objective == "memory" or goal.must_shrink:
         run.shrink(smaller)
     if goal.objective == "time":
-        ordered = _in_order([c for c in allowed if c.saved_s[1] >= 0], levers, goal)
+        ordered = by_gain_for_effort([c for c in allowed if c.saved_s[1] >= 0], levers, goal)
         run.climb([c for c in ordered if not c.is_companion], [c for c in ordered if c.is_companion])
         run.prune()
         run.decide()
     run.spare([*run.welcome, *beside])
     return run.finish()
-
-
-def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever], goal: SearchGoal) -> list[Candidate]:
-    """What promises most for the effort first; behind all levers other ways to pull one, what is risky, and what others replace.
-
-    The effort counts by its root: it is in the start of a comparison, and the race after it takes as long for all.
-    """
-    ordered = sorted(
-        candidates, key=lambda c: -sum(c.saved_s) / math.sqrt(goal.effort_of(levers[c.lever], c.parameters))
-    )
-    first: dict[str, Candidate] = {}
-    for candidate in ordered:
-        first.setdefault(candidate.lever, candidate)
-    replaced = {lever for c in candidates for lever in c.replaces}
-    is_later = {
-        id(c): c.is_risky or c.lever in replaced or (not levers[c.lever].is_local and first[c.lever] is not c)
-        for c in ordered
-    }
-    return sorted(ordered, key=lambda c: is_later[id(c)])
-
-
-def _allowed(
-    candidates: Sequence[Candidate], levers: Mapping[str, Lever], allow: Guarantee
-) -> tuple[list[Candidate], list[LeftOut]]:
-    allowed, refused = [], []
-    for candidate in candidates:
-        guarantee = guarantee_of(levers[candidate.lever], candidate)
-        if GUARANTEES.index(guarantee) <= GUARANTEES.index(allow):
-            allowed.append(candidate)
-        else:
-            because = f"its guarantee is '{guarantee}', '{allow}' is allowed"
-            if candidate.guarantee is not None:
-                because = f"{candidate.because}, but {because}"
-            refused.append(LeftOut(lever=candidate.lever, because=because))
-    return allowed, refused
 
 
 class _LeverSearch:
@@ -204,7 +167,7 @@ class _LeverSearch:
         That is what a person would do; and of two things that limit a step each hides what the other gains. On a device `first`,
         the next to be tried alone, goes before them where it is expensive and promises more than all of them: compiling, mostly.
         """
-        tried = self._go_together(candidates)
+        tried = cheap_as_one(self._so_far, candidates, self._levers, self._goal)
         efforts = [self._so_far.effort_of(c.lever, c.parameters) for c in tried if not c.is_companion]
         is_alone = len(tried) < 2 or not efforts
         if self._has_joined or is_alone or (len(efforts) == len(tried) and self._bench.has_time_for_each(efforts)):
@@ -226,16 +189,9 @@ class _LeverSearch:
         """
         if self._has_joined_expensive or not self._goal.is_on_device:
             return
-        if any(not c.is_companion for c in self._go_together(candidates)):
+        if any(not c.is_companion for c in cheap_as_one(self._so_far, candidates, self._levers, self._goal)):
             return
-        before, tried = self._so_far.levers, list[Candidate]()
-        for candidate in candidates:
-            if candidate.is_companion or candidate.is_risky or candidate.fallback_for:
-                continue
-            if not self._so_far.why_not(candidate) and not self._so_far.displaced(candidate):
-                tried.append(candidate)
-                self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
-        self._so_far.levers = before
+        tried = one_of_each_lever(self._so_far, candidates)
         efforts = [self._so_far.effort_of(c.lever, c.parameters) for c in tried]
         if len(tried) < 2 or self._bench.has_time_for_each(efforts):
             return
@@ -251,39 +207,6 @@ class _LeverSearch:
             if not suspects:
                 return
             tried = [c for c in tried if not any(c is one for one in suspects)]
-
-    def _go_together(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those that are cheap and should gain something, with what gains little now and more once the others did their part, and
-        what saves much of a device's memory at no cost.
-        """
-        before, tried, slight = self._so_far.levers, list[Candidate](), list[Candidate]()
-        for candidate in candidates:
-            effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
-            is_safe = candidate.is_companion or candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
-            if candidate.is_risky or candidate.fallback_for or not is_safe or effort > self._goal.cheap:
-                continue
-            if guarantee_of(self._levers[candidate.lever], candidate) == "quality":
-                continue  # all of them would be judged by losses then
-            if any(candidate.lever in other.replaces for other in candidates):
-                continue
-            if not candidate.is_companion and self._so_far.is_too_little(candidate):
-                slight.append(candidate)
-            elif self._goes_with_plan(candidate):
-                tried.append(candidate)
-                self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
-        for candidate in slight:
-            is_worth_it = self._so_far.is_much_smaller(candidate) or not self._so_far.is_too_little(
-                candidate, beside=tried
-            )
-            if is_worth_it and self._goes_with_plan(candidate):
-                tried.append(candidate)
-                self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
-        self._so_far.levers = before
-        return tried
-
-    def _goes_with_plan(self, candidate: Candidate) -> bool:
-        clash = "" if candidate.is_companion else self._so_far.clash(candidate)
-        return not clash and not self._so_far.displaced(candidate)
 
     def _suspects(self, verdict: Verdict | None, tried: Sequence[Candidate]) -> list[Candidate]:
         """Those of several candidates without which a plan that failed, or was not equal, is worth another trial.
