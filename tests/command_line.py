@@ -32,7 +32,7 @@ def flatout(*arguments: object, folder: Path | None = None) -> Ended:
         chdir(folder or Path.cwd()),
         patch.dict(os.environ, {"COLUMNS": "100"}),
         patch.object(sys, "argv", ["flatout", *map(str, arguments)]),
-        patch.object(sys.modules["__main__"], "__package__", ""),  # else the program's name is that of who runs the tests
+        patch.object(sys.modules["__main__"], "__package__", ""),  # else it is called after pytest
         redirect_stdout(out),
         redirect_stderr(err),
     ):
