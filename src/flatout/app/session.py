@@ -355,7 +355,6 @@ def _schedule_of(observation: Observation) -> Schedule:
         deep_budget_s=effort * usual.deep_budget_s,
         trials_budget_s=of_trials * usual.trials_budget_s,
         compile_budget_s=of_trials * usual.compile_budget_s,
-        is_for_search=observation.is_for_search,
     )
 
 

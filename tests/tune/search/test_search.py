@@ -307,6 +307,22 @@ def test_what_saves_much_of_a_devices_memory_is_begun_with_as_one_where_time_is_
     assert [a.kind for a in log.attempts] == ["together", "final"]
 
 
+@pytest.mark.parametrize(("saved", "is_kept"), [(100, True), (10, False)])
+def test_what_saves_much_of_a_devices_memory_is_not_taken_out_again_for_its_speed(saved: int, is_kept: bool) -> None:
+    """'a' gains on its own, and nothing any more once 'b' came in."""
+    world = World({"a": 0.9, "b": 0.6}, together={("a", "b"): 1 / 0.9}, smaller={"a": saved})
+    result = found(world, [candidate("a", 0.05), candidate("b", 0.04)], is_on_device=True)
+    assert ids(result) == (["a", "b"] if is_kept else ["b"])
+
+
+def test_what_there_was_no_time_to_make_smaller_is_left_for_the_next_search() -> None:
+    world = World({"a": 0.5, "b": 1.0}, smaller={"b": 100}, most=1)
+    smaller = msgspec.structs.replace(candidate("b", 0.0005, saved_bytes=100), is_risky=True)  # not tried with others
+    result = found(world, [candidate("a", 0.05), smaller], is_on_device=True)
+    assert ids(result) == ["a"] and not result.is_complete
+    assert [t.because for t in result.left_out if t.lever == "b"] == ["not tried, the time was up: it saves memory"]
+
+
 def test_nothing_fits_a_limit_that_is_too_low() -> None:
     world = World({"a": 0.5, "b": 1.2, "c": 0.8, "d": 1, "e": 1}, smaller={"b": 400})
     result = found(world, [candidate("b", -0.01, saved_bytes=400), candidate("c", 0.02)], most_bytes=100)
@@ -365,6 +381,16 @@ def test_what_could_not_be_told_is_tried_again_when_the_plan_has_grown() -> None
 
     result = found(Doubtful({"a": 0.9, "b": 0.7}), [candidate("a", 0.05), candidate("b", 0.02)])
     assert sorted(ids(result)) == ["a", "b"]
+
+
+def test_what_was_tried_is_not_said_to_be_untried_where_there_is_no_time_for_it_again() -> None:
+    world = World({"a": 0.97, "b": 0.5}, noise=0.08, final_noise=0.02, most=2)
+    world.has_time_for_each = lambda efforts: True  # type: ignore[method-assign]
+    result = found(world, [candidate("a", 0.09), candidate("b", 0.05)])
+    assert ids(result) == ["b"] and not result.is_complete
+    assert [t.because for t in result.left_out if t.lever == "a"] == [
+        "equal; neither faster nor slower beyond the noise"
+    ]
 
 
 def test_what_noise_hid_is_raced_longer_in_the_time_that_is_left() -> None:
@@ -594,7 +620,7 @@ def test_on_a_device_what_is_expensive_goes_first_where_it_promises_more_than_al
 def test_on_a_device_what_is_expensive_is_tried_as_one_where_there_is_no_time_for_each(
     most: int, crashing: str, kinds: list[str]
 ) -> None:
-    """Not where there would be none for the first alone, should they fail."""
+    """If they fail, there has to be time for the first alone."""
     levers = {name: msgspec.structs.replace(lever(name), effort=1.0 if name == "a" else 5.0) for name in "abcd"}
     world, log = World({"a": 0.9, "b": 0.8, "c": 0.9, "d": 0.9}, crashing=list(crashing), most=most), SearchLog()
     candidates = [candidate("a", 0.09), candidate("b", 0.05), candidate("c", 0.03), candidate("d", 0.02)]

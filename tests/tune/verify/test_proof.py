@@ -8,6 +8,7 @@ import textwrap
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -549,7 +550,7 @@ def test_on_a_device_all_that_may_judge_a_change_is_recorded_at_once(folder: Pat
 def test_on_a_device_with_room_what_judges_coarser_numbers_is_begun_with_both_sides(
     folder: Path, total: int, is_begun: bool
 ) -> None:
-    """As if on a device: a process that was begun is the one that answers, and none is left."""
+    """The process that was begun is the one that answers, and none is left."""
     request, terms = script(folder, "a.py"), ProofTerms(num_steps=4, timeout_s=60.0)
     started: list[Request] = []
 
@@ -590,6 +591,34 @@ def test_a_change_is_judged_alike_where_what_judges_it_was_begun_early(
         found, wanted = early.prove(one, two), usual.prove(one, two)
     assert found.equality.holds is wanted.equality.holds is is_equal
     assert found.equality.worst == wanted.equality.worst
+
+
+@pytest.mark.long
+def test_nothing_that_was_begun_runs_beside_the_race(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits need no other run to be judged by, so nobody asks the one that was begun."""
+    ended: list[bool] = []
+    races = ScriptProver._race
+
+    def race(prover: ScriptProver, *sides: Any) -> None:
+        ended.append(not prover._runs._begun)
+        races(prover, *sides)
+
+    monkeypatch.setattr(ScriptProver, "_race", race)
+    begun: list[int] = []
+    ends = BaseRuns.end_begun
+
+    def end_begun(runs: BaseRuns) -> None:
+        begun.append(len(runs._begun))
+        ends(runs)
+
+    monkeypatch.setattr(BaseRuns, "end_begun", end_begun)
+    one, two = script(folder, "a.py", steps=5000), script(folder, "b.py", steps=5000)
+    terms = ProofTerms(num_steps=4, budget_s=1.0, timeout_s=60.0, at="bfloat16", num_processes=1)
+    with ScriptProver(one, terms) as prover:
+        prover.expect("a device", 1, 100)
+        assert prover.prove(one, two).equality.holds
+    assert begun[0] == 1, "one was begun, and not asked"
+    assert ended == [True]
 
 
 @pytest.mark.parametrize(

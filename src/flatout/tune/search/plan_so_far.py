@@ -108,8 +108,8 @@ class PlanSoFar:
     def is_too_little(self, candidate: Candidate, *, beside: Sequence[Candidate] = ()) -> bool:
         """Whether a candidate could gain too little to be told from noise, of a step that these others have made shorter.
 
-        They are taken to save as much as they may: one more beside them costs nothing, and of the step that was observed a gain
-        looks small that is not of the one that they leave.
+        They are taken to save as much as they may: a gain that is small now may be much of the step that they leave, and to try
+        one more beside them takes no longer.
         """
         saved_s = sum(max(0.0, self.expected_saving(other)[1]) for other in beside)
         left_s = max((1 - _MOST) * self.step_s, self.step_s - saved_s)

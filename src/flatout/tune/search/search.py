@@ -421,7 +421,8 @@ class _LeverSearch:
         """Name what there was no time for, with what it promises."""
         for candidate in candidates:
             is_planned = any(p.id == candidate.lever for p in self._so_far.levers)
-            if is_planned or not self._is_due(candidate, candidates):
+            was_tried = id(candidate) in self._reasons
+            if is_planned or was_tried or not self._is_due(candidate, candidates):
                 continue
             low, high = self._so_far.predicted(candidate)
             predicted = (
@@ -447,6 +448,11 @@ class _LeverSearch:
     def _is_over(self, verdict: Verdict) -> bool:
         return bool(self._goal.most_bytes) and _peak(verdict) > self._goal.most_bytes
 
+    def _grows(self, verdict: Verdict) -> bool:
+        """Whether a step of a device holds so much more that what it lost was worth keeping for its memory."""
+        fraction = verdict.footprints[-1].fraction[0] if verdict.footprints else 1.0
+        return self._goal.is_on_device and fraction * MUCH_SMALLER >= 1.0
+
     def prune(self) -> None:
         """Take out what does not pay any more since others came in, the weakest first."""
         weak = [p for p in self._so_far.levers[:-1] if p.measured is not None and p.measured[0] < _STRONG]
@@ -460,7 +466,7 @@ class _LeverSearch:
                 return
             if self._is_over(verdict):
                 continue
-            if verdict.equality.holds and _is_as_fast(verdict):
+            if verdict.equality.holds and _is_as_fast(verdict) and not self._grows(verdict):
                 self._so_far.levers = without
                 self._leave_out(planned.id, "the others leave it nothing to gain")
 
@@ -477,6 +483,7 @@ class _LeverSearch:
             planned = self._so_far.planned(candidate)
             verdict = self._try("add", (*self._so_far.levers, planned), planned, "time")
             if verdict is None:
+                self._is_complete = False
                 self._leave_out(candidate.lever, "not tried, the time was up: it saves memory")
                 continue
             if verdict.speed is None or not (verdict.equality.holds and _is_as_fast(verdict)):

@@ -133,7 +133,8 @@ class BaseRuns:
         They are asked for once the sides stand, and would start only then.
         """
         key: tuple[int, str, int, Shared] = (self.terms.seed, dtype, 0, self._shared)
-        if self.device == "cpu" or self.is_tight or key in self._recorded.keys() | self._unrecordable.keys():
+        known = self._recorded.keys() | self._unrecordable.keys() | self._begun.keys()
+        if self.device == "cpu" or self.is_tight or key in known:
             return
         if _num_that_fit([dtype], self._peak_bytes, self._free_bytes):
             stack = ExitStack()

@@ -241,6 +241,7 @@ class ScriptProver:
             self._runs.note_memory(one, two)
             steps = read_recorded_steps(Path(two_request.folder))
             equality = self._judge.judge(after, steps) if terms.is_compared else none
+            self._runs.end_begun()  # what was not asked for must not run beside the race
             has_more = "ended" not in (one.what, two.what)
             is_in_order = equality.holds is True or not terms.is_compared
             if not is_in_order or not terms.is_timed or not has_more:

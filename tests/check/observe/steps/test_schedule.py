@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,22 +79,6 @@ def test_of_long_steps_fewer_are_waited_for() -> None:
     assert [mode_after(enough, n) for n in (5, 6, 7)] == [Mode.LIGHT, Mode.READS, Mode.KERNELS]
     short = schedule.for_long_steps(num_steps=6, light_elapsed_s=0.1, num_calls=2)
     assert short.num_before_looks(is_device=True) == Schedule().num_before_looks(is_device=True)
-
-
-@pytest.mark.parametrize(
-    ("is_for_search", "is_device", "wanted"), [(True, True, 3.0), (True, False, 12.0), (False, True, 12.0)]
-)
-def test_before_a_search_few_light_steps_are_enough_on_a_device(
-    is_for_search: bool, is_device: bool, wanted: float
-) -> None:
-    schedule = Schedule(observe_s=12.0, is_for_search=is_for_search)
-    modes = [
-        schedule.mode(
-            num_steps=100, deep_elapsed_s=1.0, light_elapsed_s=wanted + more, deep_allowed=True, is_device=is_device
-        )
-        for more in (-0.1, 0.1)
-    ]
-    assert modes == [Mode.LIGHT, Mode.DONE]
 
 
 def test_long_steps_of_many_calls_are_not_looked_at_for_their_memory() -> None:

@@ -60,8 +60,6 @@ class Schedule(Record, frozen=True, kw_only=True):
     compile_budget_s: float = 30.0
     """Besides, for trials that compile: 15 to 25 s for the blocks of a transformer on two cores (EPYC, torch 2.13)."""
     observe_s: float = 30.0
-    is_for_search: bool = False
-    """A search follows, which times all that it compares: on a device few light steps are enough."""
     max_light: int = 20_000
 
     def after_restart(self, num_steps: int) -> Schedule:
@@ -124,8 +122,7 @@ class Schedule(Record, frozen=True, kw_only=True):
             if 0 <= position < num and (mode is not Mode.DEEP or deep_elapsed_s < self.deep_budget_s):
                 return mode
             position -= num
-        enough_s = self.observe_s * (_ENOUGH_LIGHT if self.is_for_search and is_device else 1.0)
-        if light_elapsed_s > enough_s or num_steps > self.max_light:
+        if light_elapsed_s > self.observe_s or num_steps > self.max_light:
             return Mode.DONE
         return Mode.LIGHT
 
